@@ -147,7 +147,7 @@ def _start(seed: int, steps: int, trust: str) -> Start:
 
 
 class Fleet(NamedTuple):
-    """Who trains: the honest, at equal speeds, and liars."""
+    """The learners of a run: honest ones, at equal speeds, and liars."""
 
     honest: int = 3
     liars: int = 1

@@ -398,7 +398,7 @@ class AttackedRun:
             following.cancel()
 
     async def why(self, liar: str) -> tuple[str, tuple[str, ...]]:
-        """What `diloco why` says of the liar; and the honest learners of whom it says something."""
+        """Returns the findings of `diloco why` on the liar, and the honest learners it names."""
         command = [sys.executable, "-m", "diloco", "why", str(self._file("operator")), "--json"]
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         told, _ = await process.communicate()

@@ -1,4 +1,4 @@
-"""What is seen of a run, and when: a local run's start; the page's cost, live and as a report.
+"""Measures the start of a local run as a user sees it, and the cost of its page and report.
 
     .venv/bin/python -m bench.dashboard [--versions 400] [--learners 1000] [--seconds 30]
     .venv/bin/python -m bench.dashboard report [--versions 100000] [--learners 4] [--keep DIR]

@@ -106,7 +106,7 @@ def check_task(task: Task, *, steps: int) -> None:
 
 
 def refusals(task: Task, *, steps: int) -> Iterator[TaskError]:
-    """Yields an error for each rule that a task breaks and earlier breaks leave checkable."""
+    """Yields an error for each rule that a task breaks; some breaks prevent further checks."""
     found: dict[str, Any] = {}
 
     def tried(name: str, check: Callable[[], Any]) -> Iterator[TaskError]:

@@ -45,7 +45,7 @@ def azurite() -> Path:
 
 @contextlib.contextmanager
 def environment(scheme: str, address: str) -> Iterator[None]:
-    """What somebody would set who uses such a server."""
+    """Returns the environment variables that a user of such a server would set."""
     said = {
         "s3": {
             "AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s",

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints; nothing of this tree is on its path."""
+    """Returns the output of a command that has nothing of this tree on its path."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(
         [str(word) for word in command],

@@ -31,7 +31,7 @@ settings.load_profile("any machine")
 
 
 def _share_compiled_programs() -> None:
-    """What one test compiled is there for all, in whichever worker: half of their time went there."""
+    """Shares compiled programs between tests of all workers: compiling took half of their time."""
     folder = os.environ.get("TESTS_COMPILED")
     if folder is None:
         # Workers are started with it.
@@ -57,7 +57,7 @@ _share_compiled_programs()
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection looks at it again (a third of the time of many tests)."""
+    """Freezes imported objects: no collection looks at them again (a third of many tests' time)."""
     gc.collect()
     gc.freeze()
 

@@ -60,7 +60,7 @@ def with_object(frames: Frames, name: str, data: bytes) -> Frames:
 
 
 def object_at(frames: Frames, part: str) -> int:
-    """Which frame holds the first object whose name has a part."""
+    """Returns the index of the frame with the first object whose name has this text in it."""
     return next(
         index for index, one in enumerate(frames)
         if isinstance(one, dict) and part in one.get("object", "")

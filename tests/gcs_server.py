@@ -42,7 +42,7 @@ PIECE = 1 << 20
 
 @dataclasses.dataclass
 class Fault:
-    """What goes wrong with matching requests.
+    """A fault of the server at matching requests.
 
     Attributes:
         kind: "status" answers with `status` and `message` after `after_bytes` of the request's body; "reset"
@@ -82,7 +82,7 @@ class Fault:
     stall_s: float = 3600.0
 
 
-class Stored(NamedTuple):
+class StoredObject(NamedTuple):
     """An object's metadata; its bytes are in the file `path`."""
 
     bucket: str
@@ -185,9 +185,9 @@ class GcsServer:
         self.before_finish: Callable[[str], object] = lambda _name: None
         (folder / "objects").mkdir(parents=True, exist_ok=True)
         (folder / "uploads").mkdir(exist_ok=True)
-        self._objects: dict[tuple[str, str], Stored] = {}
+        self._objects: dict[tuple[str, str], StoredObject] = {}
         for path in (folder / "objects").glob("*.json"):
-            stored = Stored(**json.loads(path.read_text()))
+            stored = StoredObject(**json.loads(path.read_text()))
             self._objects[stored.bucket, stored.name] = stored
         self._last_generation = max((o.generation for o in self._objects.values()), default=0)
         self._http = _Http((host, port), _Handler)
@@ -237,7 +237,7 @@ class GcsServer:
         if bucket not in self.buckets:
             raise RefusedError(404, "notFound", "The specified bucket does not exist.")
 
-    def find(self, bucket: str, name: str, generation: str | None = None) -> Stored:
+    def find(self, bucket: str, name: str, generation: str | None = None) -> StoredObject:
         self.check_bucket(bucket)
         with self._lock:
             stored = self._objects.get((bucket, name))
@@ -245,7 +245,7 @@ class GcsServer:
             raise RefusedError(404, "notFound", f"No such object: {bucket}/{name}")
         return stored
 
-    def list(self, bucket: str, prefix: str) -> list[Stored]:
+    def list(self, bucket: str, prefix: str) -> list[StoredObject]:
         self.check_bucket(bucket)
         with self._lock:
             found = [o for o in self._objects.values() if o.bucket == bucket]
@@ -269,7 +269,7 @@ class GcsServer:
 
     def commit(
         self, bucket: str, metadata: dict[str, Any], query: dict[str, str], data: Path, crc: int
-    ) -> Stored:
+    ) -> StoredObject:
         """Make the file `data` an object."""
         actual, stated, name = encode_crc32c(crc), metadata.get("crc32c"), metadata["name"]
         if stated is not None and stated != actual:
@@ -284,7 +284,7 @@ class GcsServer:
             self._last_generation = max(self._last_generation + 1, time.time_ns() // 1000)
             path = self._folder / "objects" / secrets.token_hex(16)
             data.rename(path)
-            stored = Stored(
+            stored = StoredObject(
                 bucket,
                 name,
                 path.stat().st_size,
@@ -302,7 +302,7 @@ class GcsServer:
             self.path(before).unlink()
         return stored
 
-    def copy(self, stored: Stored, bucket: str, name: str) -> Stored:
+    def copy(self, stored: StoredObject, bucket: str, name: str) -> StoredObject:
         """The same bytes under another name."""
         self.check_bucket(bucket)
         with self._lock:
@@ -324,7 +324,7 @@ class GcsServer:
                 self._record(bucket, name).unlink()
                 self.path(stored).unlink()
 
-    def path(self, stored: Stored) -> Path:
+    def path(self, stored: StoredObject) -> Path:
         return self._folder / "objects" / stored.path
 
     def _record(self, bucket: str, name: str) -> Path:
@@ -348,7 +348,7 @@ class GcsServer:
             raise RefusedError(404, "notFound", "Upload session not found.")
         return path, json.loads(path.with_suffix(".json").read_text())
 
-    def close_upload(self, path: Path, record: dict[str, Any]) -> Stored:
+    def close_upload(self, path: Path, record: dict[str, Any]) -> StoredObject:
         """Make an upload an object; the finished session goes on answering with it."""
         bucket, metadata, query = record["bucket"], record["metadata"], record["query"]
         session = path.with_suffix(".json")
@@ -359,7 +359,7 @@ class GcsServer:
         except RefusedError:
             path.unlink(missing_ok=True)
             if self.hasty:
-                claimed = Stored(bucket, metadata["name"], size, crc, 1, "")
+                claimed = StoredObject(bucket, metadata["name"], size, crc, 1, "")
                 session.write_text(json.dumps({**record, "stored": claimed._asdict()}))
             else:
                 session.unlink()
@@ -594,7 +594,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _continue_session(self, path: Path, record: dict[str, Any]) -> None:
         if "stored" in record:
             self._drain()
-            self._answer(200, _resource(Stored(**record["stored"])))
+            self._answer(200, _resource(StoredObject(**record["stored"])))
             return
         span, _, total = self.headers["Content-Range"].removeprefix("bytes ").partition("/")
         have = path.stat().st_size
@@ -637,7 +637,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Downloads and lists.
 
-    def _download(self, stored: Stored) -> None:
+    def _download(self, stored: StoredObject) -> None:
         start, stop, status = 0, stored.size, 200
         asked = self.headers.get("Range")
         headers = {
@@ -735,7 +735,7 @@ def _flipped(piece: bytes, at: int) -> bytes:
     return piece[:at] + bytes([piece[at] ^ 1]) + piece[at + 1 :]
 
 
-def _resource(stored: Stored) -> dict[str, Any]:
+def _resource(stored: StoredObject) -> dict[str, Any]:
     """An object as the service describes it; servers that write protobuf leave out what is 0."""
     resource = {
         "kind": "storage#object",

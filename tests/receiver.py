@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Receiver:
-    """What a webhook was sent.
+    """A webhook's receiver, which remembers all posts.
 
     Attributes:
         url: takes POST.

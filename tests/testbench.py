@@ -43,7 +43,7 @@ WORDS = {
 
 
 def fault(instruction: str) -> dict[str, Any]:
-    """What `GcsServer.fail` is told."""
+    """Returns the arguments for `GcsServer.fail`."""
     times = int(found[1]) if (found := re.search(r"/retry-(\d+)$", instruction)) else 1
     kilobytes = re.search(r"-after-(\d+)K", instruction)
     after_bytes = int(kilobytes[1]) << 10 if kilobytes else 0

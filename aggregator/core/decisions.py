@@ -110,7 +110,7 @@ class Decision(NamedTuple):
 
 
 # Returns a record's fields that are not in `Decided`, given the commit and the record itself.
-Beside = Callable[[Commit, wire.Record], Mapping[str, Any]]
+FurtherFields = Callable[[Commit, wire.Record], Mapping[str, Any]]
 
 
 def decide_again(
@@ -119,7 +119,7 @@ def decide_again(
     *,
     rules_at: Callable[[int], FragmentRules],
     whole_from: int,
-    beside: Beside,
+    further: FurtherFields,
 ) -> Iterator[Decision]:
     """Decides every record of a fragment again, and compares the decisions field by field.
 
@@ -128,7 +128,7 @@ def decide_again(
         tape: the events of this fragment, in order, up to the run's end.
         rules_at: returns the rules after the settings message with a sequence; 0: the first rules.
         whole_from: the sequence from which on `tape` lacks nothing of the fragment.
-        beside: returns further fields that follow from a commit.
+        further: returns other fields that follow from a commit.
     """
     follower = _Follower(tape, rules_at, whole_from)
     for (base_seq, base), (seq, record) in itertools.pairwise(chain):
@@ -143,7 +143,7 @@ def decide_again(
         if commit is None:
             fields: tuple[tuple[str, Any, Any], ...] = (("what", record.what, "nothing yet"),)
         else:
-            again = {**decide(follower.rules, commit)._asdict(), **beside(commit, record)}
+            again = {**decide(follower.rules, commit)._asdict(), **further(commit, record)}
             fields = tuple(
                 (name, getattr(record, name), value)
                 for name, value in again.items()

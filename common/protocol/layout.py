@@ -41,7 +41,7 @@ STATE = "state"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorHint:
-    """What a task knows about a tensor beyond its shape.
+    """The facts about a tensor that a task knows beyond its shape.
 
     Attributes:
         merge: "rda" (radial-directional averaging) or "average"; embeddings want "average"

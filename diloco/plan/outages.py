@@ -85,7 +85,7 @@ class Trace:
 
     @property
     def goodput(self) -> float:
-        """Work that was kept, as a share of the whole job's without failures."""
+        """The work that no failure undid, as a share of the work without any failure."""
         lost_s = sum(seconds for _, seconds in self.losses)
         return max(0.0, float(self._lengths_s @ self.shares - lost_s) / self.horizon_s)
 

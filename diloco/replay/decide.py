@@ -34,7 +34,7 @@ def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
         heard(history, fragment, chain[0][1].position if chain else 0),
         rules_at=lambda seq: rules_of(history, history.settings_at(seq), fragment),
         whole_from=whole_from(history, fragment),
-        beside=lambda commit, record: _inputs_and_step(history, commit, record),
+        further=lambda commit, record: _inputs_and_step(history, commit, record),
     )
 
 

@@ -307,7 +307,7 @@ def _decides_as_it_was(
         heard(history, fragment),
         rules_at=rules_at,
         whole_from=whole_from(history, fragment),
-        beside=inputs_of,
+        further=inputs_of,
     )
     return all(made.outcome == "same" for made in decisions)
 

@@ -294,7 +294,7 @@ class _Compared:
 
     @property
     def cosines(self) -> list[float]:
-        """Those of the updates that have a length; where a schedule ends, some point nowhere."""
+        """The mean cosines, but for updates of almost no length, as where a schedule ends."""
         longest = max(length for length, _ in self._cosines)
         return [cosine for length, cosine in self._cosines if length > FADED * longest]
 

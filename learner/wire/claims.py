@@ -58,7 +58,7 @@ class GrantedShares:
         """Waits for the holding that has the batch at `position`; None if the loop is to end.
 
         Raises:
-            DilocoError: what ends this life meanwhile.
+            DilocoError: this life ends while it waits.
         """
         with self._changed:
             while (found := self._find(position)) is None:

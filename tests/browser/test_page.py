@@ -41,7 +41,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 def look(url: str, folder: Path) -> dict[str, Any]:
     done = subprocess.run(
-        [str(NODE), str(HERE / "look.mjs"), url, str(CHROMIUM), str(folder)],
+        [str(NODE), str(HERE / "check_page.mjs"), url, str(CHROMIUM), str(folder)],
         capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -102,7 +102,7 @@ class Looker:
         assert self._line() == "drawn\n"
 
     def see(self, state: str) -> dict[str, Any]:
-        """What the page says once it calls itself so; it must be fit to be read."""
+        """Returns the page's texts once it calls itself so; they must be fit to be read."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{state}\n")
         self._process.stdin.flush()

@@ -1,4 +1,4 @@
-"""What a run made of its faults, read from its tape: time to recover of each kind, and goodput."""
+"""Figures of a run under faults, read from its tape: time to recover of each kind, and goodput."""
 
 import statistics
 from collections import defaultdict
@@ -20,7 +20,7 @@ class Suffered(NamedTuple):
     ended_s: float
 
 
-class Stored(NamedTuple):
+class TimedRecord(NamedTuple):
     """A record, and when the server stored it."""
 
     at_s: float
@@ -28,10 +28,10 @@ class Stored(NamedTuple):
     record: wire.Record
 
 
-def records_in_time(history: History) -> list[Stored]:
+def records_in_time(history: History) -> list[TimedRecord]:
     times = history.times_s
     chains = history.records.values()
-    return sorted(Stored(times[seq], seq, record) for chain in chains for seq, record in chain)
+    return sorted(TimedRecord(times[seq], seq, record) for chain in chains for seq, record in chain)
 
 
 class Took(NamedTuple):
@@ -103,7 +103,7 @@ def recoveries(history: History, faults: list[Suffered]) -> Recoveries:
 
 
 def _merged_again(
-    records: list[Stored], times: dict[int, float], history: History, fault: Suffered
+    records: list[TimedRecord], times: dict[int, float], history: History, fault: Suffered
 ) -> float | None:
     def counts(taken: wire.Input) -> bool:
         mark = taken.incarnation if fault.kind == "kill learner" else taken.stream_seq
@@ -113,7 +113,7 @@ def _merged_again(
     return next((r.at_s for r in records if any(counts(t) for t in r.record.inputs)), None)
 
 
-def _owned_again(records: list[Stored], fault: Suffered) -> float | None:
+def _owned_again(records: list[TimedRecord], fault: Suffered) -> float | None:
     """When the last fragment that the victim made versions of got its next one."""
     before: dict[int, str] = {}
     after: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Which fault comes when: a function of the seed, with every kind at least once."""
+"""The schedule of faults: a function of the seed, with every kind at least once."""
 
 import random
 from collections import Counter
@@ -22,7 +22,7 @@ ALL = "all"
 
 
 class Fault(NamedTuple):
-    """What happens to whom, in seconds from the beginning."""
+    """A fault, its target, and its time in seconds from the beginning."""
 
     at_s: float
     kind: str

@@ -1,4 +1,4 @@
-"""What every bus does: one suite over `MemoryBus` and over `NatsBus` with a real nats-server."""
+"""The rules of every bus: one suite over `MemoryBus` and over `NatsBus` with a real nats-server."""
 
 import asyncio
 import contextlib

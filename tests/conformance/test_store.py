@@ -1,4 +1,4 @@
-"""What every object store does; a new backend is one more entry of `STORES`.
+"""The rules of every object store; a new backend is one more entry of `STORES`.
 
 With DILOCO_TEST_BUCKET=gs://bucket/prefix also over real Google Cloud Storage, by the
 application-default credentials; by `make test-stores` also over moto and Azurite.
@@ -182,7 +182,7 @@ def folder_store(tmp_path: Path) -> DirectoryStore:
 
 
 def spoilt(store: DirectoryStore, how: str) -> None:
-    """What a learner does that may write to the folder."""
+    """Damages the folder as a learner that may write to it could."""
     path = store.root / "a/o"
     path.unlink()
     if how == "replaced":

@@ -113,7 +113,7 @@ def build(  # noqa: C901 - one task with all its troubles
 
 
 def spoiler(kind, how):
-    """What happens to each step that the honest optimizer would take."""
+    """Returns a function that spoils each step that the honest optimizer would take."""
 
     def init(_params):
         return jnp.zeros((), jnp.int32)

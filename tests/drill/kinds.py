@@ -1,4 +1,4 @@
-"""What the drill plants: kinds of trouble and how bad each is, drawn before any check was read.
+"""The troubles of the drill: kinds and sizes, drawn before any check was read.
 
     python tests/drill/kinds.py        prints what was drawn
 
@@ -180,7 +180,7 @@ HONEST = {
 
 
 def drawn(seed: int = SEED) -> list[Planted]:
-    """Which kinds, to whom and how badly; in the shuffled order in which they are judged."""
+    """Returns kinds, learners and sizes of the troubles, in the shuffled order of judging."""
     rng = random.Random(seed)
     return [planted(name, rng) for name in rng.sample(sorted(KINDS), DRAWN)]
 

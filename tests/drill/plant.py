@@ -269,7 +269,7 @@ def run(folder: Path, name: str, act: Callable[[Rig], bool | None], changes: dic
 
 
 def why(folder: Path) -> None:
-    """What the first command says of a run on a screen of 80 columns, and how long that took."""
+    """Records the output of `diloco why` on a screen of 80 columns, and how long it took."""
     began_s = time.monotonic()
     said = subprocess.run(
         [sys.executable, "-m", "diloco", "why", str(folder)],

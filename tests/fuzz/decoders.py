@@ -1,4 +1,4 @@
-"""Everything that reads what somebody else has written, with what hypothesis draws for it.
+"""All decoders of input from others, with inputs that hypothesis draws for each.
 
 A decoder takes bytes and returns, or raises one of our own errors. What it draws from is mostly
 right: garbage alone would never come past the first check.
@@ -141,7 +141,7 @@ def decode_on_tape(data: bytes) -> None:
 
 
 def judge_manifest(data: bytes) -> None:
-    """What is a manifest for the decoder is judged by the run's rules, without an error."""
+    """Judges a decoded manifest by the run's rules, which must raise no error."""
     admission.malformed(RULES, wire.decode(wire.Manifest, data))
 
 

@@ -28,7 +28,7 @@ def test_only_our_own_errors(name, folder):
 
 
 def test_examples_are_taken(folder):
-    """What damages begin from is right: else no input would come past the first check."""
+    """The inputs that damages begin from are valid: else no damage would pass the first check."""
     for name, decoder in decoders(folder).items():
         for example in decoder.examples:
             assert check(decoder, example) == "taken", name

@@ -68,7 +68,7 @@ def read_items(world: World) -> list[Item]:
 
 
 def read_tape(world: World, file: Path | None = None) -> Tape:
-    """Everything on the tape up to now, or in a file of it."""
+    """Returns all messages on the tape up to now, or in a file of it."""
 
     async def read() -> Tape:
         async with open_run(file or world.folder, reads=file is not None) as run:

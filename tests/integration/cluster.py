@@ -75,14 +75,14 @@ class Node:
             self.process = None
 
     def asked(self, path: str) -> Any:
-        """What the server says of itself, or None if it does not say it (yet)."""
+        """Returns the server's own account of itself, or None if it gives none (yet)."""
         url = f"http://{HOST}:{self.ports.monitor}/{path}"
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=300) as answer:
             return json.load(answer)
         return None
 
     def healthy(self) -> bool:
-        """It has a leader for everything, and is itself abreast with all it holds."""
+        """True if all its streams have leaders, and the server lags in none."""
         return (self.asked("healthz") or {}).get("status") == "ok"
 
 
@@ -123,7 +123,7 @@ class Cluster:
             eventually(node.healthy, f"{node.name} is healthy", every_s=0.2)
 
     def leader(self, stream: str) -> Node:
-        """Who leads a stream, as the servers that live have it; waits out an election."""
+        """Returns a stream's leader by the servers that live; waits out an election."""
         return eventually(lambda: self._led(stream), f"a leader of {stream}", every_s=0.2)
 
     def _led(self, stream: str) -> Node | None:

@@ -144,7 +144,7 @@ class Process:
             raise AssertionError(f"{self.arguments} runs on; its log:\n{self.log()}") from None
 
     def check_not_failed(self) -> None:
-        """It runs, ended as it should, or was killed by the test."""
+        """Fails unless the process runs, ended as it should, or was killed by the test."""
         status = self._process.poll()
         fine = status is None or status == 0 or (status < 0 and status != -signal.SIGABRT)
         assert fine, f"{self.arguments}: {status}"
@@ -273,7 +273,7 @@ class World:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """What fails within shows how every process's log ends: one often dies of another's fault."""
+        """Adds the ends of all logs to a failure: one process often dies of another's fault."""
         try:
             yield
         except AssertionError as error:

@@ -20,7 +20,7 @@ from diloco.program import app
 
 
 class Said(NamedTuple):
-    """What a command did: its exit status, and what it printed."""
+    """The outcome of a command: its exit status and its output."""
 
     status: int
     text: str
@@ -28,7 +28,7 @@ class Said(NamedTuple):
 
 @dataclass
 class Night:
-    """What an operator has before them.
+    """The state of the run that an operator faces.
 
     Attributes:
         world: the run, and the processes of its units.

@@ -13,7 +13,7 @@ LEARNERS = [f"learner-{number}" for number in range(4)]
 
 
 def said(*arguments):
-    """What a command prints; finding a learner at fault is no failure of the command."""
+    """Returns a command's output; finding a learner at fault is no failure of the command."""
     done = subprocess.run(
         [sys.executable, "-m", "diloco", *arguments],
         capture_output=True, text=True, env=environment(), check=False,

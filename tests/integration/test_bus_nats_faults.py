@@ -1,4 +1,4 @@
-"""What `NatsBus` does when the server dies, is cut off, does not want us, or lost messages."""
+"""`NatsBus` when the server dies, is cut off, refuses the client, or lost messages."""
 
 import asyncio
 import contextlib

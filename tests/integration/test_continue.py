@@ -38,7 +38,7 @@ def page_blocks(page: str, language: str) -> list[str]:
 
 
 def make_folder(tmp_path: Path, page: str, file: str) -> None:
-    """What a walk-through wants: a checkpoint, documents and the file of the run."""
+    """Makes the folder of a walk-through: a checkpoint, documents and the file of the run."""
     make_texts(tmp_path / "documents", 60)
     config = parse_config(LLAMA | {"vocab_size": VOCABULARY}, source="")
     params = model.init_params(config, jax.random.key(3))

@@ -42,7 +42,7 @@ def step_of(part: Any) -> int:
 
 
 def events(url: str) -> Iterator[tuple[str, Any]]:
-    """What an open page is sent."""
+    """Returns the events that an open page is sent."""
     event = ""
     with urllib.request.urlopen(f"{url}events", timeout=PATIENCE_S) as stream:
         for line in stream:
@@ -55,7 +55,7 @@ def events(url: str) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.long
 def test_a_page_lives_through_a_lost_server_and_ends_at_once(own_nats_server, new_world) -> None:
-    """It says that it is old, goes on by itself, and Ctrl-C ends it while a page is open."""
+    """The page says that it is old, and goes on by itself; Ctrl-C ends the command."""
     world: World = new_world(server=own_nats_server, run=ENDLESS)
     world.aggregator()
     world.learner("a")

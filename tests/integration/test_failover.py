@@ -24,12 +24,12 @@ def aggregator(world: World, name: str, *arguments: str) -> Process:
 
 
 def owners(tape: Tape) -> dict[int, str]:
-    """Who made the newest record of each fragment."""
+    """Returns the aggregator that made the newest record of each fragment."""
     return {fragment: chain[-1][1].aggregator for fragment, chain in tape.records.items()}
 
 
 def until_owned(world: World, wanted: dict[str, int | set[int]]) -> dict[int, str]:
-    """Who makes what, once each name makes so many fragments, or just these."""
+    """Waits until each name owns so many fragments, or just these; returns the owners."""
 
     def asked() -> dict[int, str] | None:
         made = owners(read_tape(world))

@@ -49,7 +49,7 @@ def check_change(model: Following, change: ModelChange, world: World) -> None:
 
 
 def check_folder(folder: Path) -> int:
-    """What `latest` has is whole: a set of one version, and what safetensors can read."""
+    """Checks that `latest` is whole: a set of one version, readable by safetensors."""
     latest = (folder / "latest").resolve()
     about = json.loads((latest / "about.json").read_text())
     assert load_file(latest / "model.safetensors")

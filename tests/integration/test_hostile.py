@@ -1,4 +1,4 @@
-"""What a learner with good credentials and bad intentions can publish and store.
+"""The powers of a learner with good credentials and bad intentions: publishing and storing.
 
 Every well-formed update gets its verdict with the reason in a record and a copy on the rejected
 subject; what is no update is sampled there; honest learners do not notice.
@@ -150,7 +150,7 @@ async def repeat(mallory: Mallory, bus: Bus) -> None:
 
 
 async def send_garbage(mallory: Mallory, bus: Bus, learner: str) -> None:
-    """What is no manifest, on the subjects of one."""
+    """Publishes bytes that are no manifest on the subjects of manifests."""
     await mallory.join(bus, learner)
     good = mallory.manifest(learner).model_dump()
     fields = {**good, "schema": wire.SCHEMA, "kind": "update"}

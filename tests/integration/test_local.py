@@ -177,7 +177,7 @@ def test_no_process_is_left_however_it_ends(tmp_path, tidy):
 
 
 def check_resumes(crashed: Path, moved: Path, tidy: list["subprocess.Popen[str]"]) -> None:
-    """What was killed goes on where it was, in another folder, until its terminal is closed."""
+    """Checks that killed processes resume, in another folder, until their terminal is closed."""
     made = sum(versions_of(crashed))
     crashed.rename(moved)
     before = commits(moved)

@@ -50,7 +50,7 @@ class Kernel:
         self._manager.shutdown_kernel(now=True)
 
     def run(self, code: str, interrupt_at: str | None = None) -> dict[str, str]:
-        """What a cell printed and raised; interrupted once it has printed something."""
+        """Returns a cell's output and error; interrupts the cell once it has printed something."""
         asked = self._client.execute(code)
         said = {"stdout": "", "stderr": "", "error": ""}
         deadline_s, interrupted = time.monotonic() + PATIENCE_S, False

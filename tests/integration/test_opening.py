@@ -42,7 +42,7 @@ def ended_run(tmp_path: Path, unique: str) -> World:
 
 
 def opened(target: Path | str) -> tuple[str, int]:
-    """What opening a run finds: its name, and the tape's last sequence."""
+    """Returns a run's name and its tape's last sequence, as opening finds them."""
 
     async def look() -> tuple[str, int]:
         async with open_run(target) as run:

@@ -479,7 +479,7 @@ async def make_durable(
 
 
 def test_no_consumer_outlives_its_use_by_long(guarded: Guarded, run_async: Run) -> None:
-    """Those of a learner whose credentials are revoked would cost the server memory for years."""
+    """Consumers of a revoked learner would cost the server memory for years."""
 
     async def scenario() -> None:
         await make_run(guarded)

@@ -31,19 +31,19 @@ def reasons(world: World, learner: str) -> dict[tuple[int, int, int], str]:
 
 
 def told(world: World, *options: str) -> str:
-    """What `diloco status --learners` prints."""
+    """Returns the output of `diloco status --learners`."""
     return said(world, "status", str(world.config_path), "--learners", *options)
 
 
 def said(world: World, *words: str) -> str:
-    """What a command prints."""
+    """Returns the output of a command."""
     process = world.start("said", *words)
     assert process.wait() == 0, process.log()
     return process.log()
 
 
 def looked_at(world: World, learner: str) -> dict[str, object]:
-    """What `diloco status --learners` says of a learner, for programs."""
+    """Returns the JSON of `diloco status --learners` on a learner."""
     (shown,) = [one for one in json.loads(told(world, "--json")) if one["name"] == learner]
     return shown
 
@@ -58,7 +58,7 @@ def send(world: World, mallory: Mallory, learner: str, **changes: object) -> Sen
 
 
 def answer(world: World, sent: Sent) -> str:
-    """What became of an update: "merged", or the reason for which it was rejected."""
+    """Returns the fate of an update: "merged", or the reason for which it was rejected."""
 
     def resolved() -> str | None:
         tape = read_tape(world)

@@ -1,4 +1,4 @@
-"""What cannot work is refused at the start: a sentence with both sides, a status, no traceback."""
+"""Refusals at the start: a sentence with both sides, a status, no traceback."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from diloco.common.protocol.errors import Exit
 
 
 def refused(process: Process, status: Exit, *expected: str) -> None:
-    """It ended by itself with that status and said why and what to do, a line each."""
+    """Checks that a process ended with this status, and said why and what to do, a line each."""
     assert process.wait() == status, process.log()
     said = process.log()
     error, *hint = [line for line in said.splitlines() if not line.startswith("{")]

@@ -115,7 +115,7 @@ class Cluster:
         return self.do("sbatch", "--parsable", *given, cwd=world.folder).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm says of a job."""
+        """Returns Slurm's state of a job."""
         return dict(re.findall(r"(\w+)=(\S+)", self.do("scontrol", "show", "job", number)))
 
 

@@ -19,7 +19,7 @@ from diloco.show.status.screen import picture
 
 
 def diloco(world: World, *arguments: str) -> str:
-    """What a command prints."""
+    """Returns the output of a command."""
     done = subprocess.run(
         [sys.executable, "-m", "diloco", *arguments], cwd=world.folder, env=environment(),
         capture_output=True, text=True, timeout=300, check=False,

@@ -1,4 +1,4 @@
-"""What only the client of S3 and Azure can get wrong; the rest is in tests/conformance.
+"""Errors that only the client of S3 and Azure can make; the rest is in tests/conformance.
 
 Without servers (`make test-stores`) nothing but refusals is tested.
 """

@@ -21,7 +21,7 @@ BUS = {
 
 
 async def configurations(url: str, run: str) -> dict[str, Any]:
-    """What the server says of the run's streams."""
+    """Returns the server's configurations of the run's streams."""
     client = await nats.connect(url)
     try:
         streams = names.streams(run)

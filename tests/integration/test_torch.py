@@ -32,7 +32,7 @@ def world(new_world):
 
 
 def logits_of_both(params, images):
-    """What the two frameworks make of the same parameters."""
+    """Returns the logits of both frameworks for the same parameters."""
     graph, _ = own_loop.model()
     of_jax = nnx.merge(graph, nnx.State(params))(images)
     module = own_loop_torch.model()

@@ -166,7 +166,7 @@ class Noted(trainers.Sentences):
 
 
 class Looked(TrainerCallback):
-    """What an evaluation, a checkpoint and the next step have in their hands."""
+    """The values that an evaluation, a checkpoint and the next step see."""
 
     def __init__(self, module):
         self.module, self.evaluated, self.trained = module, [], []
@@ -237,7 +237,7 @@ def test_who_evaluates_or_saves_sees_what_all_share_and_training_goes_on_from_it
 
 @pytest.fixture
 def told(monkeypatch):
-    """What learners of PyTorch tell the run: the loss of each step."""
+    """Returns the losses that learners of PyTorch tell the run, one for each step."""
     losses, step = [], diloco.torch.TorchLearner.step
 
     def noted(self, *, loss, **given):

@@ -1,4 +1,4 @@
-"""What a layer of experts costs on this machine, over one MLP that does as many products.
+"""The cost of a layer of experts on this machine, over one MLP that does as many products.
 
     python -m tests.models.experts_cost
 

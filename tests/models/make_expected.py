@@ -1,4 +1,4 @@
-"""What transformers computes of tiny checkpoints; the default suite compares with `expected.npz`.
+"""Writes the results of transformers on tiny checkpoints; the default suite compares with them.
 
     python tests/models/make_expected.py expected OUT.npz [CASE ...]  # samples of every case
     python tests/models/make_expected.py checkpoints FOLDER [CASE ...]  # of every case, and all

@@ -37,7 +37,7 @@ LONG_LIMIT_S = 7200.0
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant; `caught` is empty if nothing found it."""
+    """The fate of a mutant; `caught` is empty if nothing found it."""
 
     name: str
     caught: str
@@ -78,7 +78,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _ask(mutant: Mutant, tree: str, arguments: argparse.Namespace) -> Result:
-    """What finds a mutant; as kept, if this was asked before of this very tree."""
+    """Returns the tests that find a mutant; from the cache, if this tree was asked before."""
     kept = arguments.folder / f"{mutant.digest}-{tree}{'-quick' * arguments.quick}.json"
     if kept.exists():
         return Result(**json.loads(kept.read_text()))
@@ -95,7 +95,7 @@ def _ask(mutant: Mutant, tree: str, arguments: argparse.Namespace) -> Result:
 
 
 def _tests(mutant: Mutant) -> tuple[str, ...]:
-    """Those of its entry, then those of the first folder that its file lies in."""
+    """Returns the tests of its entry, then those of the first folder that its file lies in."""
     covering = (tests for folder, tests in COVERING.items() if mutant.file.startswith(folder))
     return tuple(dict.fromkeys((*mutant.tests, *next(covering, ()))))
 

@@ -44,7 +44,7 @@ class Trained(Ledger):
         replica.trained = {name: theta_N - jnp.asarray(step_N)}
 
     def covers(self, _store, manifest, _block):
-        """What the manifest says; the values cannot tell."""
+        """Returns the manifest's own account; the values cannot tell."""
         learner = int(manifest.learner.rpartition("-")[2])
         return Covers(learner, manifest.position - manifest.steps, manifest.position)
 

@@ -1,4 +1,4 @@
-"""What Decoupled DiLoCo (arXiv 2604.21428) publishes of goodput and bandwidth, planned.
+"""The figures of Decoupled DiLoCo (arXiv 2604.21428) on goodput and bandwidth, planned.
 
 The planner's defaults are the constants that docs/plan.md fits; nothing here sets any of them.
 Its learners are the paper's, which go on with the slices that are left.

@@ -16,7 +16,7 @@ BUDGET = 240
 
 @functools.cache
 def outcome(fleet="equal", extra=0.0, settings=(), **fields):
-    """What a case of the student comes to."""
+    """Returns the figures of a case of the student."""
     case = SweepCase(
         group="test",
         name="",
@@ -37,7 +37,7 @@ def synchronous():
 
 @pytest.mark.parametrize("fleet", ["equal", "unequal", "kills"])
 def test_every_fleet_trains_over_the_same_tokens(fleet):
-    """What is merged is all that was trained, less what died with a learner."""
+    """The merged tokens are all trained ones, less those that died with a learner."""
     found = outcome(fleet)
     assert found["share_of_tokens"] == pytest.approx(1, rel=0.01)
     taken = found["steps"] * sweep.LEARNERS * (1 - found["lost"])

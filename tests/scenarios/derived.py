@@ -1,4 +1,4 @@
-"""What a machine's collections keep with each change, worked out of their items once more."""
+"""The derived collections of a machine's state, recomputed from their items."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ GREATEST = 1e150
 
 
 def check_derived(state: State) -> None:
-    """Everything that a state says at once is what its members and updates say one by one."""
+    """Checks that a state's sums agree with its members and updates one by one."""
     _check_members(state)
     _check_updates(state)
     each = [one.manifest.learner for one in (*state.admitted, *_awaited(state))]

@@ -43,7 +43,7 @@ def lab_rules(**changes) -> policy.FragmentRules:
 
 
 def digest_of(version: int) -> str:
-    """What the lab calls the view of a version."""
+    """Returns the lab's digest of the view of a version."""
     return f"{version:032x}"
 
 
@@ -149,7 +149,7 @@ class Lab:
         return effects
 
     def last_update(self) -> int:
-        """What the stream's leader has for the last update; 0 for none."""
+        """Returns the sequence of the last update by the stream's leader; 0 for none."""
         found = [event.stream_seq for event in self.tape if isinstance(event, events.Announced)]
         return max(found, default=0)
 

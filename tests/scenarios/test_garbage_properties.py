@@ -47,7 +47,7 @@ def with_marks(marks: dict[tuple[str, int], int]) -> wire.PolicyState:
 
 
 @dataclass
-class Stored:
+class TapeRecord:
     """A record on the tape."""
 
     record: wire.Record
@@ -79,7 +79,7 @@ class History:
     seq: int = 10
     snapshots: int = 0
     now_s: float = 1000.0
-    tape: list[Stored] = field(default_factory=list)
+    tape: list[TapeRecord] = field(default_factory=list)
     manifests: dict[int, UpdateId] = field(default_factory=dict)
     store: dict[str, int] = field(default_factory=dict)
     lives: dict[str, Life] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class History:
     # What happens
 
     @property
-    def newest(self) -> Stored:
+    def newest(self) -> TapeRecord:
         return self.tape[-1]
 
     def put(self, name: str) -> None:
@@ -167,7 +167,7 @@ class History:
             position=min(self.pending.values(), default=seq),
             policy=with_marks(self.newest_marks()),
         )
-        self.tape.append(Stored(record, seq, self.now_s, body))
+        self.tape.append(TapeRecord(record, seq, self.now_s, body))
 
     def newest_marks(self) -> dict[tuple[str, int], int]:
         """Records keep the marks of a learner's newest lives alone."""
@@ -220,7 +220,7 @@ class History:
                 self.put(object_of(version, what, self.rng.randrange(1 << 60)))
 
     def stray(self) -> None:
-        """What is not ours to judge."""
+        """Adds objects that are not ours to judge."""
         self.put(names.version_object(RUN, FRAGMENT + 1, 0, "view", "0" * 32))
         self.put(names.shard(RUN, "a", FRAGMENT + 1, EPOCH - 1, 1, 1, 0))
         self.put(names.shard(RUN, "a", FRAGMENT, EPOCH + 1, 1, 1, 0))
@@ -383,7 +383,7 @@ class History:
                 self.needs(name)
 
     def check_strays(self, before: dict[str, int]) -> None:
-        """What is another's, or of a version that may be being committed."""
+        """Checks that no object of others, or of a version that may be under commit, is removed."""
         for name in before:
             made = names.parse_version_object(RUN, FRAGMENT, name)
             if is_stray(name) or (made and made.version > self.newest.record.version):
@@ -440,7 +440,7 @@ class History:
         assert (young and young[0] <= second) or stands_alone
 
 
-def inputs_of(at: Stored) -> list[str]:
+def inputs_of(at: TapeRecord) -> list[str]:
     return [shard.name for taken in at.record.inputs for shard in taken.shards]
 
 

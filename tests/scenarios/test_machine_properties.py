@@ -1,4 +1,4 @@
-"""What holds of the aggregator's core whatever happens, in any order.
+"""Properties of the aggregator's core that hold for events in any order.
 
 A history plays the tape, the shards, the clock, the fleet and the crashes, drawn from a seed; a
 failure names the seed that repeats it. The history knows what was announced; the records say what
@@ -79,7 +79,7 @@ class History:
         }
 
     def play(self) -> None:
-        """Everything in random order; then let it come to an end."""
+        """Plays events in random order; then lets the run come to an end."""
         for name in LEARNERS[: self.rng.randint(1, 3)]:
             self.join(name)
         for action in self.rng.choices(list(self.odds), self.odds.values(), k=EVENTS):
@@ -325,7 +325,7 @@ class OneLearner(History):
             self.put_update(make_manifest(self.lab.rules, "a", life, seq, newest))
 
     def begin_life(self) -> None:
-        """It crashes, joins, and announces an update."""
+        """Crashes, joins, and announces an update."""
         joined = self.lab.put(events.Joined, self.now_s, "a")
         self.lives["a"].append(joined.stream_seq)
         self.read(joined)
@@ -337,7 +337,7 @@ class OneLearner(History):
             self.step(events.Fetched(self.now_s, self.fetching.pop(), 1.0))
 
     def read_oldest(self) -> None:
-        """Those of the one that has waited longest."""
+        """Reads the shards of the update that has waited longest."""
         if self.fetching:
             self.step(events.Fetched(self.now_s, self.fetching.pop(0), 1.0))
 
@@ -361,7 +361,7 @@ class OneLearner(History):
         self.end_round()
 
     def announce_oldest_again(self) -> None:
-        """What nobody but a life long gone says."""
+        """Announces an update of a life that ended long ago."""
         for event in self.lab.tape:
             if isinstance(event, events.Announced):
                 self.put_update(event.manifest)

@@ -173,7 +173,7 @@ class Judged(History):
         return sorted(found, key=lambda entry: entry.seq)
 
     def completed(self, record: wire.Record, before) -> wire.Record:
-        """What the driver adds: sums, objects and the size of the step."""
+        """Completes a record by the driver's part: sums, objects and the size of the step."""
         outer = self.settings.outer
         share = record.learning_rate if record.what == "version" else 1.0
         fields = {"learning_rate": outer.learning_rate * share, "deltas": ()}
@@ -203,7 +203,7 @@ class Judged(History):
         return record.model_copy(update=fields)
 
     def judge(self) -> tuple[list[Violation], Chain]:
-        """What the oracle says."""
+        """Returns the oracle's findings."""
         chain = Chain(LAYOUT, self.settings, {}, 0)
         chain.late_s = 1e-6
         findings = []

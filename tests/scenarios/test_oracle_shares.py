@@ -1,4 +1,4 @@
-"""What the oracle says of batches that are merged, by claims of any size."""
+"""The oracle's findings on merged batches, by claims of any size."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What holds of the learner's core whatever arrives, in any order."""
+"""Properties of the learner's core that hold for arrivals in any order."""
 
 import math
 from typing import NamedTuple
@@ -177,7 +177,7 @@ def test_every_step_is_sent_once(events, end):
 @settings(max_examples=100)
 @given(st.lists(event, max_size=80), ending)
 def test_overwriting_sends_no_step_twice(events, end):
-    """What views overwrite is lost; what is left is never more than was stepped."""
+    """Steps that views overwrite are lost; the rest is never more than was stepped."""
     learner = Learner(adopt="overwrite")
     for one in events:
         learner.play(one)

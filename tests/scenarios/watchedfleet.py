@@ -55,7 +55,7 @@ class _Owner(VirtualOwner):
 
 
 class WatchedFleet(World):
-    """Everything of a run, seen as status and why see it.
+    """A run as status and why see it, without processes.
 
     Attributes:
         rounds: those that may be blamed, the newest last.
@@ -121,7 +121,7 @@ class WatchedFleet(World):
         return scores(self.start.task.evaluate(params)).losses()
 
     def harm(self) -> Iterator[Finding]:
-        """What blame says of the newest rounds."""
+        """Returns blame's findings on the newest rounds."""
         found = blame.Blame(blame.first_loss(self.first))
         history: Any = SimpleNamespace(
             store=self.store, layout=self.start.layout, settings_at=lambda _: self.settings
@@ -142,7 +142,7 @@ class WatchedFleet(World):
         yield from accusations(sentences, (), len(self.rounds))
 
     def accused(self, *, blamed: bool = True) -> list[Finding]:
-        """What asks for something, of learners and of rounds."""
+        """Returns the findings that ask for action, of learners and of rounds."""
         context: Any = SimpleNamespace(
             layout=self.start.layout, settings=self.settings, store=self.store
         )

@@ -123,7 +123,7 @@ def _watch(
 
 
 def summary(total: Sums) -> str:
-    """What was simulated and survived."""
+    """Returns a summary of the simulated run and of the faults that it survived."""
     fates, cpu_s, simulated_s = total.fates, max(total.cpu_s, 1e-9), total.simulated_s
     kinds = "".join(f"\n  {kind:<18} {count:>10,}" for kind, count in total.injected.most_common())
     return (

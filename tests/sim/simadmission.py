@@ -1,4 +1,4 @@
-"""Who may be merged, and who rejected: lies, damage, and learners that are shut out."""
+"""Rules of admission in the simulation: lies, damage, and learners that are quarantined."""
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
@@ -15,7 +15,7 @@ HONEST = {"superseded", "ended", "late", "missing", "rolled_back", "stale"}
 
 
 class Admission:
-    """What is known of one tape's learners that nobody believes.
+    """Facts on one tape's learners that nobody believes.
 
     Args:
         rotten: names of objects that are damaged.

@@ -75,7 +75,7 @@ class Overwritten:
 
 
 def check_mean(record: wire.Record) -> None:
-    """It is the mean by tokens, of updates on the newest version, and nothing is added to it."""
+    """Checks that the view is the mean, by tokens, of updates on the newest version."""
     about = f"fragment {record.fragment}"
     learners = {taken.learner for taken in record.inputs}
     if learners:

@@ -34,7 +34,7 @@ TICK_S = 1e-3
 
 
 class Reader:
-    """What one `read` call has not taken yet."""
+    """The messages that one `read` call has not taken yet."""
 
     def __init__(self, stream: str, subjects: list[str]) -> None:
         self.stream = stream
@@ -174,13 +174,13 @@ class SimBroker(MemoryBroker):
             self._patterns[reader.stream][text].readers.pop(reader, None)
 
     def rot(self, stream: str, seq: int) -> None:
-        """What is stored of a message cannot be decoded any more."""
+        """Damages a stored message, so that it cannot be decoded any more."""
         log = self.stream(stream).log
         if seq in log:
             log[seq] = log[seq]._replace(payload=garbled(log[seq].payload))
 
     def lose(self, stream: str, count: int) -> None:
-        """Who leads from now on lacks the newest messages, though they were acknowledged."""
+        """Elects a leader that lacks the newest messages, though they were acknowledged."""
         found, kept = self.stream(stream), self._seqs[stream]
         while count and (message := found.log.get(found.last_seq)) is not None:
             seqs = kept[message.subject]

@@ -45,7 +45,7 @@ class UpdateId(NamedTuple):
 
 
 def update_id(taken: wire.Input | wire.Rejected | wire.Manifest) -> UpdateId:
-    """Which update a manifest or a record's entry is of."""
+    """Returns the id of a manifest's, or a record entry's, update."""
     return UpdateId(taken.learner, taken.incarnation, taken.seq)
 
 
@@ -227,7 +227,7 @@ class Chain:
 
 
 def check_covers(manifest: wire.Manifest, covers: Covers) -> None:
-    """What an update covers is what its manifest says."""
+    """Checks that an update covers the steps that its manifest claims."""
     right = (
         f"learner-{covers.learner}" == manifest.learner
         and covers.stop - covers.start == manifest.steps

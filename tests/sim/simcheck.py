@@ -15,9 +15,9 @@ from simaveraged import Life, Overwritten, check_mean
 from simblended import Blended
 from simchain import Chain, Sent, UpdateId, Violation, check_covers, hold, update_id
 from simgarbage import GarbageChecker
-from simoracle import Beside
+from simoracle import OracleOfTapes
 from simshares import Batches
-from simstore import AsStored
+from simstore import SoundObjects
 from simtensors import Covers, Light
 
 from diloco.common.protocol import names, shards, wire
@@ -51,7 +51,7 @@ class Checkers:
         self.adopted: dict[tuple[str, int, int], str] = {}
         self.epoch = 0
         self.past: Counter[str] = Counter()
-        self.oracle = Beside(world.layout, light=isinstance(world.tensors, Light))
+        self.oracle = OracleOfTapes(world.layout, light=isinstance(world.tensors, Light))
         self.admission = Admission(world.store.rotten, world.injected)
         self.batches = Batches(world.sizes, world.injected)
         self.garbage = GarbageChecker(
@@ -142,8 +142,8 @@ class Checkers:
         return update not in chain.sent and shard.incarnation >= joined_seq
 
     @property
-    def _stored(self) -> AsStored:
-        return AsStored(self._world.store)
+    def _stored(self) -> SoundObjects:
+        return SoundObjects(self._world.store)
 
     def _guard(self, handler, *arguments) -> None:
         """Whatever a checker finds ends the simulation, not the actor that was the occasion."""
@@ -272,7 +272,7 @@ class Checkers:
         return {record.view_digest for record in records}
 
     def _check_objects(self, record: wire.Record) -> None:
-        """What a record names is stored before the record is."""
+        """Checks that the objects that a record names are stored before the record is."""
         named = [record.snapshot, record.outer, *record.deltas]
         named += [record.delta] if record.delta else []
         for ref in named:

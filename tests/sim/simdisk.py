@@ -87,7 +87,7 @@ class Disk:
         return True
 
     def restore(self, actor: Actor, context: Context) -> Restored | None:
-        """What a new life goes on from."""
+        """Returns the state from which a new life goes on."""
         section = LearnerSection(checkpoint_dir=str(self._path))
         found = restore(context, section, self._parts, LIKE, lambda _what, function: function())
         expected = self._whole[-1] if self._whole else None

@@ -22,7 +22,7 @@ class Made(NamedTuple):
 
 @dataclass
 class Needs:
-    """What a fragment's records name.
+    """The objects that a fragment's records name.
 
     Attributes:
         wholes: versions of which view and outer state are stored, ascending.

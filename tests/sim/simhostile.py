@@ -30,7 +30,7 @@ GARBLED = 0.15
 
 
 class Truth(NamedTuple):
-    """What a lie is made from: an update that an honest learner might announce."""
+    """The basis of a lie: an update that an honest learner might announce."""
 
     manifest: wire.Manifest
     others: list[wire.Manifest]

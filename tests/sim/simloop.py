@@ -40,7 +40,7 @@ class _Handle(list[Any]):
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """What asyncio's tasks, futures, sleeps and timeouts need of a loop, from 0 s on."""
+    """A loop for asyncio's tasks, futures, sleeps and timeouts, in virtual time from 0 s on."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -92,7 +92,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """What a task that nobody awaits has raised is looked at by its owner, or by nobody."""
+        """Ignores the error of a task that nobody awaits: its owner looks at it, if anybody."""
 
     # Actors
 

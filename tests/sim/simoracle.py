@@ -60,7 +60,7 @@ LATE_S = 1.0
 LIGHT = Numbers(_norms, _add, lambda _grid, _total: None, _step, float)
 
 
-class Beside:
+class OracleOfTapes:
     """An oracle for each tape of a run.
 
     Args:

@@ -16,7 +16,7 @@ PIECE = 50
 
 
 class Sums(NamedTuple):
-    """What some seeds came to."""
+    """The sums over some seeds."""
 
     seeds: int
     events: int
@@ -60,7 +60,7 @@ class Results:
         self._commit = commit
 
     def find(self, piece: Sequence[Trial]) -> Sums | None:
-        """What a piece came to, if it has been run."""
+        """Returns the stored result of a piece, or None if it has not been run."""
         return self._known().get(json.dumps(self._key(piece)))
 
     def add(self, piece: Sequence[Trial], found: Sums) -> None:

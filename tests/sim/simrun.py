@@ -101,7 +101,7 @@ class Scenario:
         )
 
     def _record_bytes(self) -> int:
-        """What a record may have on the tape: all, a few, or none of them fit."""
+        """Returns the size limit of records on the tape: all, a few, or none of them fit."""
         if not self.plan.has("bodies"):
             return wire.RECORD_BYTES
         return self.plan.rng("bodies").choice([1, 1500, 3000])
@@ -118,7 +118,7 @@ class Scenario:
         return SimLearner(self.world, index, step_s=step_s, hosts=hosts, disk=disk)
 
     def begin(self, actor: Actor) -> None:
-        """What is peculiar to one life."""
+        """Gives one life its faults, clock and release."""
         actor.faults = CALM if self.calm else self.world.faults
         if self.plan.has("skew"):
             actor.offset_s = self._clocks.uniform(-20, 20)
@@ -250,7 +250,7 @@ class Scenario:
             await asyncio.sleep(1.0)
 
     def _check_adopted(self) -> None:
-        """Who trains on when the tape has lost messages has views that stand on it."""
+        """Checks that learners have views of this tape, also after it lost messages."""
         world = self.world
         if not world.tail_lost or world.injected["rot_record"]:
             return  # What a record said that nobody can read is not known.
@@ -317,7 +317,7 @@ class Scenario:
 
 @cache
 def _freeze() -> None:
-    """What is imported by now stays, and need not be looked through again."""
+    """Freezes imported objects, so that no collection looks through them again."""
     gc.collect()
     gc.freeze()
 

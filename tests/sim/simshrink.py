@@ -66,7 +66,7 @@ def commit() -> str:
 
 
 def explain(outcome: Outcome) -> str:
-    """What failed, and the last events that concern it."""
+    """Returns a text on the failure, and the last events that concern it."""
     plan, violation, world = outcome.plan, outcome.violation, outcome.world
     assert violation is not None
     lines = [
@@ -111,7 +111,7 @@ def _show(world: World, event: Event) -> str:
 
 
 def _describe(message: Message) -> str:
-    """What a message of the tape says, in a few words."""
+    """Returns a message of the tape in a few words."""
     match decode(message.subject, message.payload):
         case wire.Manifest() as manifest:
             return (

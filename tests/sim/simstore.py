@@ -60,7 +60,7 @@ class SimStore(MemoryStore):
             self._objects[name] = turned_over(self._objects[name])
 
     def cut_power(self, actor: "Actor") -> None:
-        """What an actor has stored last, and nobody relies on, is gone."""
+        """Removes an actor's last stored objects, unless somebody relies on them."""
         for name in [name for name, writer in self.unsynced.items() if writer is actor]:
             del self.unsynced[name]
             if name in self._objects:
@@ -97,7 +97,7 @@ class SimStore(MemoryStore):
         return name in self._objects
 
 
-class AsStored:
+class SoundObjects:
     """The world's objects as they were stored: what checkers read."""
 
     def __init__(self, store: SimStore) -> None:

@@ -1,4 +1,4 @@
-"""What stands for tensors in the simulation.
+"""Substitutes of tensors in the simulation.
 
 Every update says which steps of its learner it covers, so that the checkers know what was merged
 once, twice or never. There are three kinds:
@@ -234,7 +234,7 @@ class Light:
         return replica.views[fragment]
 
     def covers(self, store: ObjectStore, manifest: wire.Manifest, _block: int) -> Covers:
-        """What an update covers.
+        """Returns the steps that an update covers.
 
         Raises:
             ValueError: its shards disagree, or cover nothing that can be.
@@ -291,7 +291,7 @@ class Ledger:
         return view_of(replica, fragment)
 
     def covers(self, store: ObjectStore, manifest: wire.Manifest, block: int) -> Covers:
-        """What an update covers.
+        """Returns the steps that an update covers.
 
         Raises:
             ValueError: its ledger is not that of one run of steps of one learner.
@@ -343,6 +343,6 @@ class Numbers:
         return view_of(replica, fragment)
 
     def covers(self, _store: ObjectStore, manifest: wire.Manifest, _block: int) -> Covers:
-        """What an update covers, as it says."""
+        """Returns the steps that an update covers by its own account."""
         learner = int(manifest.learner.rsplit("-", 1)[1])
         return Covers(learner, manifest.position - manifest.steps, manifest.position)

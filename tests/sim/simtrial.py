@@ -1,4 +1,4 @@
-"""What a seed means: a run's settings, which kinds of faults there are, and how often.
+"""The meaning of a seed: a run's settings, the kinds of faults, and their frequency.
 
 Each kind has chance of its own, so that leaving one out changes nothing about the others.
 """
@@ -92,7 +92,7 @@ MOST = LIAR_INDEX
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is simulated; `ValueError` says which of it cannot be.
+    """The parameters of a simulation; `ValueError` names those that cannot be simulated.
 
     Attributes:
         kinds: of faults that may be; which of them are, the seed says.
@@ -141,7 +141,7 @@ class Trial:
 
 @dataclass
 class Outcome:
-    """What became of a simulation."""
+    """The result of a simulation."""
 
     plan: Trial
     violation: Violation | None = None

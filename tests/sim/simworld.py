@@ -261,7 +261,7 @@ class World:
     # Aggregators
 
     def operator(self, **life: Any) -> AggregatorContext:
-        """What an operator's command works with; its actor is `context.bus.actor`."""
+        """Returns the context of an operator's command; its actor is `context.bus.actor`."""
         actor = Actor("operator", self, **{"faults": self.faults, **life})
         return self._context(actor, "operator")
 
@@ -296,7 +296,7 @@ class World:
         return (arithmetic or PRODUCTION)._replace(**{what: fail})
 
     def learner_context(self, actor: Actor) -> LearnerContext:
-        """What one life of a learner works with."""
+        """Returns the context of one life of a learner."""
         return LearnerContext(
             settings=self.settings,
             layout=self.layout,

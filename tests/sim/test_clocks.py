@@ -30,11 +30,11 @@ def run(world, prepare):
 
 
 async def nothing(_world, _learners):
-    """What is to be compared with."""
+    """Changes no clock: the run to compare with."""
 
 
 def records(world):
-    """What the run made, but for the times as its aggregator had them."""
+    """Returns the run's records without the times, which are by its aggregator's clock."""
     return [
         record.model_dump(include={"version", "inputs", "reason", "view_digest", "rejected"})
         for fragment in (0, 1)

@@ -16,7 +16,7 @@ SEEDS = 6
 
 
 def history_of(world) -> History:
-    """What the world's tape still holds at the end."""
+    """Returns the part of the world's tape that is left at the end."""
     run = world.run_name
     messages = list(world.broker.stream(names.tape_stream(run)).log.values())
     (said,) = [message for message in messages if message.subject == names.spec(run)]

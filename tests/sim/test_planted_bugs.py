@@ -162,7 +162,7 @@ def checksum_unchecked():
 
 
 def shut_out_and_merged():
-    """Who is shut out is taken out of the open round, and comes in again with the next update."""
+    """A quarantined learner is removed from the open round, and returns with its next update."""
     return mock.patch("diloco.aggregator.core.admission.quarantined", return_value=None)
 
 

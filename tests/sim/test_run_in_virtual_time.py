@@ -243,7 +243,7 @@ def test_the_first_of_two_processes_with_one_name_ends_and_the_second_goes_on():
 
 
 def test_a_superseded_life_that_goes_on_is_not_waited_for():
-    """It knows nothing of the second process with its name, which has died: of another release."""
+    """The life, of another release, knows nothing of the second process, which has died."""
     world = make_world(7, steps=120, **EVERYBODY)
     first, second, other = (SimLearner(world, index) for index in (0, 0, 1))
 

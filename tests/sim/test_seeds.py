@@ -49,7 +49,7 @@ def test_nor_does_one_of_a_full_world(seeds):
 
 
 def test_a_seed_means_the_same_each_time():
-    """It once did not: readers were woken from a set, in the order of their addresses."""
+    """A seed gives one run; readers were once woken in the order of their addresses."""
     outcomes = [simulate(Trial(seed=909, minutes=1.0, learners=3, kinds=FULL)) for _ in range(4)]
     first, *others = [(one.events, dict(one.injected), dict(one.fates)) for one in outcomes]
     assert others == 3 * [first]

@@ -1,4 +1,4 @@
-"""What the scenarios in a container share: the page's commands, units, the run.
+"""Code that the scenarios in a container share: the page's commands, units, the run.
 
 Runs inside the container as root, on the system's own Python (3.10 or later), without packages.
 """
@@ -107,7 +107,7 @@ def journal_of_systemd(unit):
 
 
 def events(unit, *options):
-    """What a daemon has logged, as dictionaries."""
+    """Returns the events that a daemon has logged, as dictionaries."""
     lines = journal(unit, *options).splitlines()
     return [json.loads(line) for line in lines if line.startswith("{")]
 
@@ -142,7 +142,7 @@ def versions_go_on(within_s=120):
 
 
 def findings():
-    """What the doctor says: (severity, about, sentence)."""
+    """Returns the doctor's findings: (severity, about, sentence)."""
     told = json.loads(diloco("doctor", RUN, "--json", check=False))
     return [(one["severity"], one["about"], one["sentence"]) for one in told["findings"]]
 
@@ -157,7 +157,7 @@ def begin_alone(unit):
 
 
 def error_of(unit):
-    """What has ended a unit; '' while it says something else."""
+    """Returns the error that ended a unit; '' while it names none."""
     text = status_text(unit)
     return text if text.startswith("error: ") else ""
 
@@ -185,7 +185,7 @@ def install_as_the_page_says():
 
 
 def lay_out_boot():
-    """What infra/terraform/startup.py.tftpl lays out at each boot; where it starts it."""
+    """Lays out the files of infra/terraform/startup.py.tftpl; returns the program to start."""
     folder = Path("/usr/local/lib/diloco/diloco/infra")
     folder.mkdir(parents=True, exist_ok=True)
     for source in Path("/opt/src/infra").glob("*.py"):

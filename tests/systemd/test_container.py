@@ -22,7 +22,7 @@ LIMIT_S = 840
 
 
 def why_not() -> str:
-    """What the container lacks here; '' if nothing."""
+    """Returns the reason why no container can run here; '' if one can."""
     if not TOOL.exists():
         return "RUN_UNITS names no script that runs units in a container"
     if os.geteuid() != 0:

@@ -44,7 +44,7 @@ def released() -> Path:
 
 
 def make_cloud(folder: Path) -> Path:
-    """What Terraform would have put into the bucket and into Secret Manager."""
+    """Makes the objects and secrets that Terraform would have made."""
     objects, secrets, own = folder / "objects", folder / "secrets", folder / "auth"
     auth.init(own, "demo", ["127.0.0.1"], installed_at=Path("/etc/nats"),
               streams_at=Path("/var/lib/nats/jetstream"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""What operators do to a run: longer, paused, ended, and all of it on the tape with their name."""
+"""Acts of operators on a run: longer, paused, ended, each on the tape with their name."""
 
 import asyncio
 
@@ -37,7 +37,7 @@ async def changed(lab: Lab, **run: object) -> list[str]:
 
 
 def acts(lab: Lab) -> list[tuple[str, str]]:
-    """Who did what, as the tape says it."""
+    """Returns (operator, act) of each act on the tape."""
 
     async def read() -> list[tuple[str, str]]:
         items = [item async for item in read_tape(lab.context)]
@@ -48,7 +48,7 @@ def acts(lab: Lab) -> list[tuple[str, str]]:
 
 
 def judged(lab: Lab) -> list[str]:
-    """What the oracle has to say of the tape."""
+    """Returns the oracle's findings on the tape."""
 
     async def read() -> list[str]:
         specification = await load_specification(lab.bus, RUN)

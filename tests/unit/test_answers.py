@@ -11,7 +11,7 @@ SETTINGS = RunSettings(run={"name": "quick", "steps": 60}, sync={"interval_steps
 
 
 def told(updates, changed=0):
-    """What is said of updates, each (fragment, steps)."""
+    """Returns the answers to updates, each (fragment, steps)."""
     answers = Answers(interval_steps=changed)
     with structlog.testing.capture_logs() as lines:
         for fragment, steps in updates:

@@ -39,7 +39,7 @@ def inputs():
 
 
 def attended(config, kind, slides, mesh, *, gradient):
-    """What a layer gives, and the gradient of its inner product with something."""
+    """Returns a layer's output, and the gradient of its inner product with a constant."""
     *given, weight = inputs()
 
     def told(q, k, v):

@@ -69,7 +69,7 @@ def test_a_version_is_the_mean_of_what_learners_have_by_tokens():
 
 
 def test_an_update_on_an_older_version_moves_nothing():
-    """It would leave the convex hull: a variance of 0.3 would become one of -0.5."""
+    """The update would leave the convex hull: a variance of 0.3 would become one of -0.5."""
     view = np.full(SIZE, 0.3, np.float32)
     stale = view - (1.0 - 0.2)
     arrays, _ = version_of(view, [(stale, admitted("a", 1000, 10, staleness=1))])

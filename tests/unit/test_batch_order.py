@@ -108,7 +108,7 @@ def test_workers_read_the_same() -> None:
     assert drawn(workers, "a", 3, 9) == drawn(source, "a", 3, 9)
 
 
-class Held:
+class GivenHoldings:
     """Holds what it is told, and then ends."""
 
     epoch = 0
@@ -126,7 +126,7 @@ def test_shares_that_are_claimed_divide_an_epoch_whoever_reads_them() -> None:
     assert source.sizes == Sizes(3, 4)
 
     def read(*holdings: Holding, **rows: int) -> list[list[int]]:
-        got = source.claimed(Held(*holdings), holdings[0].position, **rows)
+        got = source.claimed(GivenHoldings(*holdings), holdings[0].position, **rows)
         return [batch["index"].tolist() for batch in got]
 
     # One reads a share and begins another, which somebody else ends.

@@ -1,4 +1,4 @@
-"""Who did harm, when and where: found by the commands on runs that were spoiled in known ways."""
+"""Learners that did harm, and the time and place of it, found in runs spoiled in known ways."""
 
 import asyncio
 import io

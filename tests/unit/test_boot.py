@@ -1,4 +1,4 @@
-"""What a machine does at boot, against a server in place of Google's; commands are written down."""
+"""The steps of a machine at boot, against a server in place of Google's; commands are recorded."""
 
 import ast
 import base64

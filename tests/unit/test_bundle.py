@@ -145,7 +145,7 @@ def test_what_is_stored_while_the_tape_is_read_is_in_the_file_too(run, tmp_path,
 
 
 def test_of_a_run_in_a_file_nobody_is_told_to_start_an_aggregator(whole):
-    """It has no leases, and the run may go on without it."""
+    """A bundle has no leases, and its run may go on without it."""
 
     async def look() -> tuple[RunStatus, Report]:
         async with open_run(str(whole), name="test", reads=True) as opened:

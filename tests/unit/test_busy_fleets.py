@@ -39,7 +39,7 @@ LAYOUT = make_layout(
 
 
 class Course:
-    """What changes at random times: values, each from its time on."""
+    """Values that change at random times, each valid from its time on."""
 
     def __init__(self, draw: Callable[[], tuple[float, float]]) -> None:
         self._draw, self._until_s = draw, BEGAN_S
@@ -187,7 +187,7 @@ class Learner:
 
 
 class BusyFleet:
-    """Everything of a run but its arrays; `records` are what its aggregator stored."""
+    """A run without arrays; `records` are those that its aggregator stored."""
 
     def __init__(
         self, speeds: tuple[float, ...], seed: str, kills: float = 0.0, **changes: Any
@@ -223,7 +223,7 @@ class BusyFleet:
             self.time.advance()
 
     def accused(self) -> list[Finding]:
-        """What is said of learners that asks for something."""
+        """Returns the findings on learners that ask for action."""
         for one in self.learners:
             if one.life:
                 one.beat()
@@ -287,7 +287,7 @@ class Liar(Learner):
 
 
 def said_of_a_liar(within_s: float, **powers: Any) -> str:
-    """What is said of one of four at the end of the first minute; the honest are not accused."""
+    """Returns the findings on one of four at the end of the first minute; honest ones have none."""
     fleet = BusyFleet((10, 10, 10), f"beside {powers}", **{"quorum.pace": 0.9})
     liar = type("Some", (Liar,), powers)(fleet, "liar", 10, 0.0)
     fleet.learners.append(liar)

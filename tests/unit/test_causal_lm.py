@@ -85,7 +85,7 @@ def test_a_decoder_computes_what_transformers_does(case):
 
 
 def samples_of(config, gradient):
-    """What the fixture keeps of a gradient, in the order of foreign names."""
+    """Returns the samples of a gradient that the fixture has, in the order of the file's names."""
     tensors = checkpoint.checkpoint_tensors(config, tree.by_name(gradient), np.dtype(np.float32))
     return [values.reshape(-1)[::STRIDE] for _, values in sorted(tensors)]
 

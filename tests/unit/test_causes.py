@@ -320,7 +320,7 @@ def note_fallen(seen, field, first, later):
 def test_where_data_are_learnt_by_heart_the_ratio_of_small_losses_accuses_nobody(
     seen, own, told, first
 ):
-    """What the run has learnt is by the others: a learner says a huge loss at its beginning."""
+    """Progress is the others' median: one learner claims a huge loss at its beginning."""
     note_fallen(seen, "loss", (first, 2.3, 2.3), (own, 0.043, 0.04))
     assert any("its loss is" in one for one in said(seen, "learner a")) == told
 

@@ -222,7 +222,7 @@ def test_one_at_a_time_and_only_when_due(tmp_path):
 
 
 def parts(learner, folder, like, shardings):
-    """What host 1 of 2 has."""
+    """Returns the pieces of leaves on host 1 of 2."""
     return readable_parts(
         learner.context, learner.section, folder, like, shardings, lambda _, read: read(),
         "host-1-of-2/",

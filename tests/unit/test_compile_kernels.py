@@ -1,4 +1,4 @@
-"""What a run's merge calls is compiled before its first update comes."""
+"""The functions that a run's merge calls are compiled before its first update comes."""
 
 import numpy as np
 import pytest

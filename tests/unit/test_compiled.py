@@ -56,7 +56,7 @@ with island.context():
 
 
 def process(home) -> tuple[float, int, int, list[dict]]:
-    """What a process gave, loaded and compiled, and the lines that it logged."""
+    """Returns a process's result, its counts of loaded and compiled programs, and its log."""
     own = {"XDG_CACHE_HOME": str(home), "JAX_COMPILATION_CACHE_DIR": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", PROCESS],
@@ -97,7 +97,7 @@ def test_a_learner_compiles_few_programs(tmp_path):
 
 @pytest.fixture
 def jax_settings(monkeypatch):
-    """What a process was told of JAX's cache, which is no test's."""
+    """Records the settings of JAX instead of applying them."""
     told = {}
     monkeypatch.setattr(compiled.jax.config, "update", told.__setitem__)
     return told

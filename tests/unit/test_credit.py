@@ -1,4 +1,4 @@
-"""What an update is credited with: honest work in full, and no more to anybody than others do."""
+"""Credit of updates: honest work in full, and to nobody more than the others do."""
 
 import math
 import sys
@@ -122,7 +122,7 @@ HOURS_S = 7200.0
 
 
 def outage_of_the_bus(fleet: Fleet, from_s: float) -> float:
-    """What each had begun to send is stored once it is over, and then all that came after it."""
+    """After an outage each learner stores the update that it had begun, then all later ones."""
     back_s = from_s + HOURS_S
     for sender in fleet.senders.values():
         sent_s = sender.due_s()

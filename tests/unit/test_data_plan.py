@@ -1,4 +1,4 @@
-"""What is held out, and what a shard and a manifest take: the pure parts."""
+"""The held-out part, and the sizes of shards and manifests: the pure functions."""
 
 import numpy as np
 import pytest

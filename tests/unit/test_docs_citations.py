@@ -96,7 +96,7 @@ def absent_neighbours(line: str, names: set[str]) -> Iterator[str]:
 
 
 def absent_symbols(text: str) -> Iterator[str]:
-    """What a page says to be in a file, and is not."""
+    """Returns the names that a page cites from a file without them."""
     for quoted, file in INSIDE.findall(text):
         code = (ROOT / file).read_text()
         for symbol in re.findall(r"\w+", quoted.replace(" and ", " ")):

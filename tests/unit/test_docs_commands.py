@@ -65,7 +65,7 @@ def test_the_tutorials_task_keeps_the_contract(
 
 
 def needed(code: str) -> set[str]:
-    """What packages an example imports that `pip install diloco` does not bring."""
+    """Returns the packages of an example that `pip install diloco` does not bring."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     brought = {re.split(r"[\[>=]", one)[0].replace("_", "-") for one in project["dependencies"]}
     modules = {

@@ -1,4 +1,4 @@
-"""What the doctor says of learners, clocks and owners, from runs on a bus and a store in memory."""
+"""The doctor's findings on learners, clocks and owners, from runs in memory."""
 
 import asyncio
 import dataclasses
@@ -169,7 +169,7 @@ async def _said(lab: Lab, subject: str, body: wire.Body) -> None:
 
 
 def test_a_learner_that_is_shut_out_is_not_well_whatever_else_it_does() -> None:
-    """It beats, and later it has left: in both cases nothing of it was merged."""
+    """The learner beats, and later it has left: in both cases nothing of it was merged."""
 
     async def run() -> list[Observed]:
         lab = Lab()

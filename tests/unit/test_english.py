@@ -139,7 +139,7 @@ def words(node: ast.expr | None) -> str:
 
 
 def errors(source: str) -> Iterator[str]:
-    """What is raised, hints, and findings of the doctor."""
+    """Returns the texts of raised errors, hints, and findings of the doctor."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue

@@ -37,7 +37,7 @@ def test_every_error_has_a_status_and_none_is_taken_for_a_good_end():
 
 
 def test_what_passes_is_worth_a_restart():
-    """Who waits for ever within the process is not kept from starting again when it ends."""
+    """A fault that is waited out within a process allows a restart after the process ends."""
     for error in every_error():
         if error.retry:
             assert error.status.restart, error

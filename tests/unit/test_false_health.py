@@ -101,7 +101,7 @@ def history_of(story: Callable[[Lab], Coroutine[Any, Any, None]]) -> History:
 
 
 def told(seen: Observed, later_s: float = 0.0) -> list[Finding]:
-    """What is said of the run, so long after its last message."""
+    """Returns the findings on the run, so long after its last message."""
     run = seen.run(seen.extent.last_s + later_s)
     return [*judged(run, seen.settings)]
 
@@ -109,7 +109,7 @@ def told(seen: Observed, later_s: float = 0.0) -> list[Finding]:
 def about(
     seen: Observed, learner: str, later_s: float = 0.0, **fields: Any
 ) -> list[tuple[str, str]]:
-    """What is said of a learner whose newest life has just sent a heartbeat with these fields."""
+    """Returns the findings on a learner that has just sent a heartbeat of these fields."""
     now_s = seen.extent.last_s + later_s
     life = fields.pop("incarnation", seen.known[learner].joined)
     seen.hear(beat("well", seen.known["well"].joined), now_s)
@@ -276,7 +276,7 @@ def test_who_left_with_its_last_update_was_there_for_the_round() -> None:
 
 
 def nobody(story: Callable[[Lab], Coroutine[Any, Any, None]], later_s: float) -> list[Finding]:
-    """What the doctor says of the fleet, so long after the last message; nobody is heard of."""
+    """Returns the findings on the fleet, so long after the last message."""
     seen = observed_of(story)
     seen.hear(beat("well", seen.known["well"].joined), seen.extent.last_s)
     return [one for one in told(seen, later_s) if one.about == "learners"]
@@ -424,7 +424,7 @@ def five_versions() -> History:
 
 
 def breaches_if(index: int, change: Callable[[wire.Record], wire.Record]) -> list[Breach]:
-    """What an audit says of the five versions if one of their records were another."""
+    """Returns the audit's breaches if one record of the five versions were another."""
     history = five_versions()
     chain: Any = history.records[0]
     seq, record = chain[index]

@@ -192,7 +192,7 @@ def test_in_a_large_fleet_the_odd_one_is_told_of_without_comparing_all_with_all(
 
 @pytest.mark.parametrize(("least", "told"), [(0.001, 0), (0.3, 1)], ids=["faded", "not yet"])
 def test_where_a_schedule_ends_at_zero_lengths_say_nothing(least, told):
-    """Who has begun a little earlier sends far longer updates then."""
+    """A learner that began a little earlier sends far longer updates then."""
     long = [make_record(inputs=tuple(make_input(learner=name) for name in "abc"))]
     short = [
         one.model_copy(

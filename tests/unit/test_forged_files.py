@@ -211,7 +211,7 @@ def test_a_large_file_takes_no_more_memory_than_its_pieces(frames, tmp_path):
 
 
 def test_chained_again_as_it_was_a_tape_is_verified(frames, tmp_path):
-    """What the forger of the next tests does by itself is no reason to refuse."""
+    """The forger's own rewriting, without a change, is no reason to refuse."""
     status, text = replay(write(tmp_path / "x.bundle", retold(frames, lambda body: body)))
     assert (status, "bit for bit" in text) == (0, True), text
 

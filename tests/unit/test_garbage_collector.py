@@ -61,7 +61,7 @@ def test_an_aggregator_collects_after_each_snapshot(run_async):
 
 
 async def check_bounded(lab: Lab, fragment: int) -> None:
-    """What is left is of the two newest snapshots and later."""
+    """Checks that only objects of the two newest snapshots and later are left."""
     chain = [item.record for item in await lab.records(fragment)]
     assert chain[0].version == 7 * SNAPSHOT_EVERY
     assert len(lab.objects(names.updates_prefix(RUN, "a", fragment))) == len(chain) - 1
@@ -362,7 +362,7 @@ class Counting(MemoryStore):
 
 
 async def begun(lab: Lab, fragment: int) -> State:
-    """What a machine knows that has read the tape to its end."""
+    """Returns the state of a machine that has read the tape to its end."""
     record, record_seq = await lab.newest(fragment)
     state = memory.resume(record, record_seq, lab.context.runtime.clock())
     return state._replace(known_seq=state.seen_seq)

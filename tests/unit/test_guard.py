@@ -1,4 +1,4 @@
-"""What the guard of the tape counts, and how it has servers reload."""
+"""The counts of the guard of the tape, and how it has servers reload."""
 
 import pytest
 

@@ -87,7 +87,7 @@ def fleet(
 
 
 def accusations(one: WatchedFleet, looks: int = 4) -> list[str]:
-    """What is said while it goes on, at so many times, and at its end."""
+    """Returns the findings during the run, at so many times, and at its end."""
     said: list[str] = []
     looked = 0
 

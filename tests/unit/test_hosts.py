@@ -180,7 +180,7 @@ async def pair(hands: Hands) -> AsyncIterator[Pair]:
 
 
 def test_a_lost_host_is_reported_and_ends_no_process_by_itself(run_async):
-    """Who owns the process decides that: a training loop of somebody else's may go on."""
+    """The process belongs to its training loop, which alone decides whether to go on."""
 
     async def scenario():
         reported = []

@@ -44,7 +44,7 @@ class Flaky(MemoryBus):
         raise BusUnavailableError("no answer")
 
     async def arrive(self):
-        """What was late is stored, unless the server refuses it."""
+        """Stores the late message, unless the server refuses it."""
         for subject, payload, how in self.late:
             with pytest.raises(SwapLostError):
                 await super().publish(subject, payload, **how)
@@ -162,7 +162,7 @@ def manifest(life, *, position):
 
 
 def test_what_a_superseded_life_sends_late_takes_no_data_position_back(run_async):
-    """It was cut off while the second one got further, which has died since."""
+    """The first life was cut off while the second one got further, which has died since."""
 
     async def scenario():
         bus = Flaky()

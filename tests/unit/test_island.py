@@ -31,7 +31,7 @@ def island_of(sizes, devices, optimizer="adamw", **learner):
 
 
 def updates(island):
-    """What a learner sends of each fragment after a few steps from the same start."""
+    """Returns a learner's updates of each fragment after a few steps from the same start."""
     layout = island.layout
     leaves = tree.by_name(jax.jit(island.task.init)(jax.random.key(0)))
     views = [vector_of(layout, fragment.index, leaves) for fragment in layout.fragments]

@@ -241,7 +241,7 @@ def test_an_answer_of_googles_keeps_the_keeper_from_no_other_group(
 
 
 def test_one_host_that_google_does_not_mend_is_made_anew(compute: Compute, tmp_path: Path) -> None:
-    """It stood still for 565 of 600 minutes; the keeper's own restart forgets nothing."""
+    """The host was down for 565 of 600 minutes; the keeper's own restart forgets nothing."""
     now = 1000.0
     compute.add("east", 1, ours=False)
     compute.groups["east"] = ["TERMINATED"]

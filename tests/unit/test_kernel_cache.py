@@ -1,4 +1,4 @@
-"""What Numba keeps of a kernel: cut short, in no place to be written, written by two at once."""
+"""Numba's cache of a kernel: truncated, not writable, written by two processes at once."""
 
 import fcntl
 import importlib.util

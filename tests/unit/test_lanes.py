@@ -1,4 +1,4 @@
-"""What the tape tells of each learner's time."""
+"""Each learner's time, as the tape shows it."""
 
 import numpy as np
 import pytest

@@ -243,7 +243,7 @@ BASE = [
 
 
 def test_the_digest_is_the_same_for_ever():
-    """It is in every message of every run that exists: a change here is a change of protocol."""
+    """The digest is in every message of every run: a change here is a change of protocol."""
     assert make_layout(BASE, fragments=2, block=16).digest == DIGEST
 
 

@@ -64,7 +64,7 @@ def test_every_value_has_a_line(fields: dict[str, Any]) -> None:
 
 
 def written(*arguments: str, terminal: bool) -> str:
-    """What a process writes to its standard error."""
+    """Returns the text that a process writes to its standard error."""
     ours, theirs = pty.openpty() if terminal else os.pipe()
     command = [sys.executable, "-c", SAYS, *arguments]
     with subprocess.Popen(command, stderr=theirs) as process:

@@ -1,4 +1,4 @@
-"""What leaves a machine of its journal: entries, batches, and at least once."""
+"""The journal that leaves a machine: entries, batches, and at least once."""
 
 import json
 from collections.abc import Mapping

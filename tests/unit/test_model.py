@@ -248,7 +248,7 @@ def test_a_wrong_option_is_named(option, expected):
     ],
 )
 def test_texts_are_wanted_by_whoever_reads_them(option, expected):
-    """Who exports or samples has not to have them."""
+    """Exporting or sampling does not need the held-out texts."""
     task = build(**{"steps": 10, "seed": 0, **option})
 
     def read_all():

@@ -102,7 +102,7 @@ SUBJECTS = {
 
 
 def said(subject: names.Subject) -> tuple[object, ...]:
-    """What a subject says besides its kind and run."""
+    """Returns the parts of a subject besides its kind and run."""
     return tuple(part for part in subject[2:] if part is not None)
 
 

@@ -412,7 +412,7 @@ def test_merging_again_from_the_record_gives_the_same_bits(codec, delta_codec, n
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_view_follows_theta_and_readers_follow_the_view(codec):
-    """What quantization loses is carried: view + what is left = theta, and the rest goes out."""
+    """Quantization's error is carried: view + remainder = theta; the remainder goes out."""
     rng = np.random.default_rng(2)
     theta = rng.standard_normal(GRID.size).astype(np.float32)
     view = np.zeros(GRID.size, np.float32)

@@ -65,7 +65,7 @@ def mesh_of(sizes):
 
 
 def ownerships(layout, shardings, processes) -> list[list[Ownership]]:
-    """What each process has of each fragment, if devices belong to processes in turns of equals."""
+    """Returns each process's part of each fragment; devices belong to processes in equal turns."""
     count = len(next(iter(tree.by_name(shardings).values())).mesh.devices.flat)
 
     def process_of(device) -> int:

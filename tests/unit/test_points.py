@@ -1,4 +1,4 @@
-"""What a run's messages say in figures, and who is given them."""
+"""The figures of a run's messages, and the sinks that are given them."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from diloco.common.protocol import wire
 from diloco.show.trackers.follow import Points, Tracker
 
 
-class Kept:
+class RecordingSink:
     """A sink that remembers."""
 
     def __init__(self):
@@ -46,7 +46,7 @@ def test_a_heartbeat_says_metrics_and_shares_of_time():
 
 @pytest.mark.parametrize("once", [True, False])
 def test_a_run_is_followed_from_its_beginning(once):
-    kept = Kept()
+    kept = RecordingSink()
 
     async def run():
         lab = Lab(sections={"run": {"name": "lab", "steps": 16}})

@@ -136,7 +136,7 @@ def test_two_tapes_of_a_run_share_no_sequence(run_async):
 
 
 def test_who_outlived_its_tape_says_no_first_word_on_the_next(run_async):
-    """What a run says once (its stop, its end) is tried again for as long as a server is away."""
+    """A message of a run's life (stop, end) is tried again for as long as a server is away."""
 
     async def scenario() -> None:
         before, now = await outlived(Lab())

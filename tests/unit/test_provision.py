@@ -59,7 +59,7 @@ def make_auth(folder: Path, **changed: Any) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an operator has before the file of the fleet."""
+    """Makes the files that an operator has before the file of the fleet."""
     folder = tmp_path_factory.mktemp("operator")
     make_auth(folder / "auth")
     for kind in ("cpu", "tpu"):
@@ -88,7 +88,7 @@ def write(place: Path, document: Document) -> Path:
 
 
 def sentences(path: Path) -> list[str]:
-    """What is refused."""
+    """Returns the sentences of a refusal."""
     try:
         return [one.sentence for one in check(path).refused]
     except ConfigError as error:
@@ -483,7 +483,7 @@ def test_islands_of_nobody_are_a_warning(place: Path) -> None:
 def test_the_fleet_of_the_12b_is_right_and_its_links_and_aggregators_hold_it(
     tmp_path: Path,
 ) -> None:
-    """What `diloco provision` and `diloco plan` say of the shipped files of one run."""
+    """`diloco provision` and `diloco plan` on the shipped files of one run."""
     document = example("gemma-12b")
     make_auth(tmp_path / "auth", run="gemma-12b", learners=document["learners"])
     for kind in ("cpu", "tpu"):

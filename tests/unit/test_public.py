@@ -1,4 +1,4 @@
-"""What users import, and what is loaded by what: `import diloco` and --help stay light."""
+"""The names that users import, and their weight: `import diloco` and --help stay light."""
 
 import json
 import re

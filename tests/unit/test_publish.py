@@ -90,7 +90,7 @@ class HeardBus(MemoryBus):
 
 
 def test_no_id_of_a_message_tells_that_of_another(run_async):
-    """What is said again, since its answer was lost, is the same message under the same id."""
+    """A message that is sent again, since its answer was lost, keeps its bytes and its id."""
 
     async def scenario() -> None:
         bus = HeardBus()

@@ -11,7 +11,7 @@ from diloco.common.storage import checkpoint_files
 
 
 def kept(lab: Lab, name: str) -> list[tuple[str, ...]]:
-    """Who is shut out in each fragment of what a checkpoint resumes."""
+    """Returns the quarantined learners of each fragment in a checkpoint."""
     return [r.policy.quarantined for r in checkpoint_files.load_file(lab.store, RUN, name).records]
 
 

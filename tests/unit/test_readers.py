@@ -324,7 +324,7 @@ def test_a_body_that_is_lost_from_the_midst_of_the_tape_is_an_error(run_async, m
 
 
 class Followed:
-    """What a learner's receiver hands over."""
+    """The changes that a learner's receiver hands over."""
 
     def __init__(self, lab: Lab, bus=None, of: "Followed | None" = None) -> None:
         context = lab.context
@@ -435,7 +435,7 @@ def test_a_learner_knows_when_a_version_was_made_whatever_the_servers_clock_says
 
 @pytest.mark.parametrize("loss", ["delta gone", "delta damaged", "body gone"])
 def test_a_learner_that_misses_an_object_goes_on_with_the_newest_view(run_async, monkeypatch, loss):
-    """It had read no further than the record whose object is lost."""
+    """The learner had read no further than the record whose object is lost."""
     if loss == "body gone":
         monkeypatch.setattr(wire, "RECORD_BYTES", 100)
 
@@ -645,7 +645,7 @@ def test_an_aggregator_begins_although_a_body_is_gone_that_nobody_needs(run_asyn
 
 
 def test_a_rollback_that_is_jumped_over_is_adopted_all_the_same(run_async):
-    """What leads on is a later version: that a rollback lies between says the floor."""
+    """The next record is a later version; the floor tells that a rollback lies between."""
 
     async def scenario() -> None:
         lab = await made(3)

@@ -34,7 +34,7 @@ def test_the_configuration_loads(page: str) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a heading is called in a link to it."""
+    """Returns the anchors by which links name a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
 

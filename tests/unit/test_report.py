@@ -251,7 +251,7 @@ def test_ten_thousand_versions_are_five_megabytes_at_most() -> None:
 
 
 class Elements(HTMLParser):
-    """What a browser makes of a page: its elements, and the texts of its scripts and styles."""
+    """A page as a browser parses it: its elements, and the texts of its scripts and styles."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

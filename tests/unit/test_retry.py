@@ -1,4 +1,4 @@
-"""What every daemon does: wait out transient faults, and only those."""
+"""Retries of every daemon: transient faults are waited out, and only those."""
 
 import asyncio
 import random

@@ -96,7 +96,7 @@ def test_every_page_that_is_named_exists_and_the_index_has_all() -> None:
 
 
 def test_a_page_that_nothing_names_is_a_task_of_an_operator() -> None:
-    """What daemons and alerts never speak of stands in the index as something to want."""
+    """A runbook that no daemon and no alert names is listed in the index as a task."""
     tasks = INDEX.read_text().partition("## By what you want")[2]
     seen = INDEX.read_text().partition("## By what you want")[0]
     for page in {path.name for path in RUNBOOKS} - named():

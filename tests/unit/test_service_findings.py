@@ -211,7 +211,7 @@ def test_what_a_learner_says_of_itself() -> None:
 
 
 def tampered(act: Callable[[Lab, wire.Record, wire.Record], None]) -> list[Finding]:
-    """What who follows a run says, once somebody has laid hands on its newest version's objects."""
+    """Returns the findings of a follower whose newest version's objects were damaged."""
     lab = Lab()
 
     async def play() -> list[Finding]:

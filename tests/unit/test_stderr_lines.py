@@ -1,4 +1,4 @@
-"""What libraries write past Python becomes log lines, whole, also when the process aborts."""
+"""Text that libraries write past Python becomes log lines, whole, also if the process aborts."""
 
 import json
 import subprocess

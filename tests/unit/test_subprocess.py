@@ -1,4 +1,4 @@
-"""What is computed in a process of its own: its answer comes back, and what it loads does not."""
+"""Computing in a subprocess: the answer comes back, and loaded libraries do not."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ class TwoWords(Exception):
 def refuse():
     raise TwoWords("own", "trouble")
 
-class Kept:
+class Adder:
     def __init__(self, value):
         import jax
         self.value = value
@@ -62,7 +62,7 @@ if __name__ == "__main__":
         call_isolated(refuse)
     except TaskError as error:
         print(error.message)
-    kept = Isolated("program:Kept", 5)
+    kept = Isolated("program:Adder", 5)
     assert [kept.call("add", one) for one in (1, 2)] == [6, 8]
     for method, within_s in (("refuse", None), ("rest", 0.1), ("add", None)):
         try:

@@ -18,7 +18,7 @@ LIMITS = StreamLimits(max_bytes=100_000, keep_old=True)
 
 
 async def watched(bus: MemoryBus, fill: list[int]) -> list[dict[str, Any]]:
-    """What is logged while so many bytes come one after the other."""
+    """Returns the log lines while so many bytes come one after the other."""
     with structlog.testing.capture_logs() as logs:
         context: Any = SimpleNamespace(
             bus=bus, tape="tape", logger=structlog.get_logger(), metrics=Metrics()

@@ -1,4 +1,4 @@
-"""What timers start: it waits while NATS or the store is unreachable, as long as it is told to."""
+"""Commands started by timers wait while NATS or the store is unreachable, up to a limit."""
 
 import asyncio
 import socket

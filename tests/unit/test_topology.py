@@ -29,14 +29,14 @@ gpu_compiler = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _environment_stays(monkeypatch):
-    """What looking for a slice says to libtpu is taken back."""
+    """Sets the variables that the search for a slice changes, so that they are restored."""
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
 @pytest.fixture
 def _nothing_kept():
-    """What is kept of a program for devices that are not here cannot be read."""
+    """Disables the cache: a program for devices that are not here could not be read from it."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield

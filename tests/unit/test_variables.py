@@ -1,4 +1,4 @@
-"""What of a task is trained, frozen and state; keys, metrics, parts of a batch."""
+"""A task's trained, frozen and local variables; keys, metrics, parts of a batch."""
 
 import dataclasses
 import math

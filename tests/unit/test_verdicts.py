@@ -169,7 +169,7 @@ def test_objects_that_somebody_deleted_are_missing_and_not_collected(copy):
 
 
 def test_a_bad_shard_does_not_end_its_fragment(copy):
-    """It goes on at the next stored state, three versions on at most."""
+    """Remaking goes on at the next stored state, three versions on at most."""
     store, (_, record) = open_store(str(copy.store)), records(copy)[4]
     name = record.inputs[0].shards[0].name
     data = bytearray(store.get(name))

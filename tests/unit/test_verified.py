@@ -274,7 +274,7 @@ class BadDisk(MemoryStore):
 
 
 def test_one_bad_machine_stops_no_fragment(run_async):
-    """It fails at fragment 0, and gives that up for good; a healthy one serves it, and who looks is told."""
+    """The machine gives up fragment 0, at which it fails; a healthy one serves it, visibly."""
 
     async def scenario() -> None:
         lab = Lab(fragments=2)

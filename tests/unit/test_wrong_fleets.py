@@ -39,7 +39,7 @@ def make_auth(folder: Path, run: str, learners: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What operators of the shipped fleets have, in a folder for each fleet."""
+    """Makes the files that operators of the shipped fleets have, in a folder for each fleet."""
     folder = tmp_path_factory.mktemp("operators")
     for fleet, run in RUN_FILES.items():
         place = folder / fleet

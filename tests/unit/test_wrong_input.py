@@ -20,7 +20,7 @@ from diloco.run.cli.settings import assign, parse_assigned
 
 
 def refusal(*words: str) -> ConfigError:
-    """What a command says to its words."""
+    """Returns a command's refusal of its arguments."""
     with pytest.raises(ConfigError) as caught:
         CliRunner().invoke(app, words, catch_exceptions=False, standalone_mode=False)
     assert caught.value.status == Exit.CONFIG

@@ -127,7 +127,7 @@ class MeshSection(Section):
         return math.prod(size for size in self.sizes if size)
 
     def shape(self, devices: int) -> tuple[int, ...] | None:
-        """Returns the sizes for so many devices; None if they do not multiply to that number."""
+        """Returns the axes' sizes on a number of devices; None if they do not multiply to it."""
         found = tuple(size or devices // self.given for size in self.sizes)
         return found if math.prod(found) == devices else None
 

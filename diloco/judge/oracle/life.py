@@ -28,7 +28,7 @@ class WaitingUpdate:
 
 
 class MergedUpdate(NamedTuple):
-    """An update in the round's sum, with its numbers by the rules."""
+    """An update in the round's sum, with the credit and factors that the rules give it."""
 
     manifest: wire.Manifest
     stream_seq: int

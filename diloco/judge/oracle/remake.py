@@ -84,12 +84,12 @@ class Numbers(NamedTuple):
     """The arithmetic on elements, which a simulation may replace.
 
     Attributes:
-        norms: the norm of each segment of an update, float64 [S].
-        add: a sum (None: empty) with one more update, whose coefficients are per segment, in a
-            unit of weight that may have risen since the update before.
-        lengths: the length of each segment of a sum, float64 [S]; None if it has none.
-        step: moves parameters and state, in place, by a sum and its factors.
-        counted: a weight, in units, as it counts in the average's denominator.
+        norms: returns the norm of each segment of an update, float64 [S].
+        add: adds an update to a sum (None: an empty one), with a coefficient for each segment. The
+            unit of weight may be larger than for the update before.
+        lengths: returns the length of each segment of a sum, float64 [S]; None if it has none.
+        step: takes the outer step: changes parameters and state, in place, by a sum.
+        counted: returns a weight as the denominator of the average has it, rounded to its unit.
     """
 
     norms: Callable[[BlockGrid, Codec, Encoded], Doubles]

@@ -149,7 +149,7 @@ class TokenManifest(FolderIdentity):
     shards: tuple[TokenShard, ...]
 
     def of(self, side: Side) -> tuple[TokenShard, ...]:
-        """Returns the shards of one side, in order."""
+        """Returns the shards for training, or those held out, in order."""
         return tuple(shard for shard in self.shards if shard.side == side)
 
     def counted(self, side: Side) -> Counted:

@@ -198,7 +198,7 @@ def forward(
 def _embedded(
     config: DecoderConfig, params: Params, tokens_BxL: jax.Array, compute: Compute
 ) -> tuple[jax.Array, jax.Array | None]:
-    """What the first layer is given, and what each layer is fed besides."""
+    """Returns the first layer's input, and the input that each layer has besides, or None."""
     whole, soft_BxLx1 = config.image_text, None
     if whole is not None:
         soft_BxLx1 = jnp.isin(tokens_BxL, jnp.asarray(whole.soft))[..., None]

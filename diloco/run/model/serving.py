@@ -243,7 +243,7 @@ class EngineSink(Protocol):
         """Stops generating, since a version follows."""
 
     def update(self, leaf: LeafRows) -> None:
-        """Takes some rows of a leaf."""
+        """Copies some rows of a leaf into the engine's weights."""
 
     def finish(self, version: int) -> None:
         """Generates with this version, which all engines have completely."""

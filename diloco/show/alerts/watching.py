@@ -237,7 +237,7 @@ class Watcher:
         await asyncio.Event().wait()
 
     def look(self, findings: Sequence[Finding]) -> None:
-        """Sends notices of the changes that a check's findings bring."""
+        """Sends a notice of each alert that the findings of a check begin, worsen or end."""
         now_s = self._runtime.clock()
         if is_blind(findings):
             # A check that cannot see the run shows neither silent learners nor problems that ended.

@@ -110,7 +110,7 @@ ORDER = (
     "refused", "events", "sample", "settings",
 )  # fmt: skip
 
-Parts = dict[str, Markup]
+Sections = dict[str, Markup]
 
 
 def skeleton(run: str) -> str:
@@ -131,7 +131,7 @@ def skeleton(run: str) -> str:
     return whole(run, head, header, joined(*empty))
 
 
-def now(status: RunStatus, series: TimeSeries, *, served: bool = True) -> Parts:
+def now(status: RunStatus, series: TimeSeries, *, served: bool = True) -> Sections:
     """Returns the sections on a run's present state, or the last that the bus gave.
 
     Only a served page has runbooks to which alerts can link.
@@ -217,7 +217,7 @@ def _fragments(found: Sequence[FragmentStatus]) -> SummaryTable:
     return SummaryTable(columns, rows, frozenset({"fragment", "owner"}))
 
 
-def figures(shown: Shown) -> Parts:
+def figures(shown: Shown) -> Sections:
     """Returns a run's figures and tables, except the learners' table."""
     about = [element("p", {"class": "note"}, summary.subtitle(shown))]
     about += [element("p", {"class": "warning"}, text) for text in summary.warnings(shown)]

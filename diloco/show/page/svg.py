@@ -147,7 +147,7 @@ def bars(
 
 
 def points(x: Column, y: Column, look: str, name: str = "", shape: str = "dot") -> PlotMark:
-    """Returns marks at points."""
+    """Returns one mark of the given shape at each point (x, y)."""
     return PlotMark(kind="points", x=x, y=y, look=look, name=name, shape=shape)
 
 

@@ -74,7 +74,7 @@ class Cloud:
         PROGRAM.write_text(self.startup_script())
 
     def startup_script(self):
-        """What Terraform would write, but for the addresses of Google's services."""
+        """Returns Terraform's startup script, but for the addresses of Google's services."""
         files = {path.name: path.read_text() for path in SOURCES.glob("*.py")}
         url = f"http://127.0.0.1:{self.server.server_port}"
         for there, here in (
@@ -90,7 +90,7 @@ class Cloud:
         return template.replace("${jsonencode(files)}", json.dumps(files))
 
     def actions(self):
-        """What daemons say in the logs that have left the machine."""
+        """Returns the actions in the daemons' logs that have left the machine."""
         found = [entry.get("jsonPayload", {}).get("action") for entry in list(self.server.logged)]
         return set(filter(None, found))
 

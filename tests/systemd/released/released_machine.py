@@ -43,7 +43,7 @@ cloud = Cloud(here)
 
 
 def release(name):
-    """What a machine is told of a release, which is an object."""
+    """Describes a release, which is an object, as a machine is told of it."""
     digest = hashlib.sha256()
     with (here / name).open("rb") as file:
         while data := file.read(1 << 20):
@@ -56,7 +56,7 @@ def used():
 
 
 def kept():
-    """What there is of releases, and of what is left of them."""
+    """Returns the releases on the machine, and the remains of others."""
     return {path.name for path in OPT.iterdir() if re.match("diloco-[0-9a-f]{16}", path.name)}
 
 
@@ -195,7 +195,7 @@ def what_does_not_start():
 
 
 def another_host():
-    """What the page has an operator do on a machine of their own."""
+    """Does on a second machine the steps that the page asks of an operator."""
     for name in ("cellar.toml", "ca.pem", "run.toml", "join"):
         source = Path("/cloud") / ("secrets" if name == "cellar.toml" else "objects") / name
         shutil.copy(source, Path("/root") / name)

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""What is wrong shows: in `systemctl status`, in `--failed`, in the journal, and to the doctor."""
+"""Faults show in `systemctl status`, in `--failed`, in the journal, and to the doctor."""
 
 import os
 import signal
@@ -103,7 +103,7 @@ def no_credentials():
 
 
 def before_the_run():
-    """Who is started before `run create` says so, and is there once there is a run."""
+    """Daemons that start before `run create` say so, and serve once there is a run."""
     for unit in (AGGREGATOR, A):
         begin(unit)
     told = until(lambda: error_of(AGGREGATOR), "it says what is missing")
@@ -143,7 +143,7 @@ def without_nats():
 
 
 def stopped_while_starting():
-    """Who does not get on before READY is ended in a minute, and starts again."""
+    """A daemon that is not READY after a minute is ended, and starts again."""
     run("systemctl", "stop", A)
     begin(A)
     until(lambda: status_text(A), "it has said something")

@@ -47,7 +47,7 @@ def boot():
 
 
 def look_back(boot_id):
-    """What the journal has of the last shutdown."""
+    """Checks the journal of the last shutdown: learners left, with nothing unsent."""
     of_boot = ("-b", boot_id.strip().replace("-", ""))
     for unit in (A, B):
         said = actions(unit, *of_boot)

@@ -1,6 +1,6 @@
 // Looks at a page in a real Chromium, as a person at a keyboard would, and prints what it found as
-// one JSON object: node look.mjs URL CHROMIUM FOLDER. It waits for what it expects, and not by the
-// clock: a busy machine may take its time.
+// one JSON object: node check_page.mjs URL CHROMIUM FOLDER. It waits for what it expects, and not
+// by the clock: a busy machine may take its time.
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import puppeteer from "puppeteer-core";
