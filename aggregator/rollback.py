@@ -31,7 +31,7 @@ from diloco.common.storage.tape import Recorded, RunContext, last_record, record
 
 
 async def find_versions(context: RunContext, wanted: Mapping[int, int]) -> dict[int, Recorded]:
-    """Returns for each fragment the record that made the version wanted.
+    """Returns for each fragment the record that made the requested version.
 
     Raises:
         ConfigError: a fragment never had that version, or its record was collected as garbage.

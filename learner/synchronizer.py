@@ -184,7 +184,7 @@ class Meter:
                 self.show({"mfu": self.tokens_per_s / self.full_tokens_per_s})
 
     def measured(self, metrics: Mapping[str, Any]) -> None:
-        """Takes further scalars of the step before into moving averages."""
+        """Adds the previous step's other scalars to their moving averages."""
         averages = {}
         for name, value in figures_of(metrics, f"at step {self.local_step}, ").items():
             before = self.metrics.get(name)
@@ -338,7 +338,7 @@ class Planner:
             self._then = "hold"
 
     def next(self) -> Boundary:
-        """Returns the next boundary."""
+        """Returns the plan of the next step boundary."""
         self.turned()
         while len(self._planned) <= self.lookahead and self._then != "end":
             boundary = self._plan()
@@ -406,7 +406,7 @@ class Boundaries(Protocol):
         """Returns the run's clock for the step before the first boundary."""
 
     def next(self) -> Boundary:
-        """Returns the next boundary."""
+        """Returns the plan of the next step boundary."""
 
     def payload(self, fragment: int, record_seq: int) -> Delta | PendingView | None:
         """Takes a record's tensors from the devices where they wait, once."""
@@ -441,7 +441,7 @@ class Synchronizer:
     _sent: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def progress(self) -> TrainingProgress:
-        """Returns this learner's progress."""
+        """Returns the steps and tokens of this learner, its data position, and the run's clock."""
         meter = self.meter
         tokens = meter.earlier_tokens + meter.tokens
         return TrainingProgress(meter.local_step, tokens, self.position, meter.global_step)

@@ -247,7 +247,7 @@ class Task:
         return params_shapes(self)
 
     def evaluated(self, params: Params, batch: Batch, key: jax.Array) -> Evaluated:
-        """Calls the loss on a batch; returns its result in one form.
+        """Calls the loss on a batch; returns its result as an `Evaluated`.
 
         Raises:
             TaskError: the result has an invalid form.

@@ -121,7 +121,7 @@ def center_share(updates: Sequence[Contribution], radius_S: Vector) -> Vector:
 
 
 def radius_after(radius_S: Vector, found: Mapping[str, Norms]) -> Vector:
-    """Returns r for the next round, float32 [S], from the learners' distances in this one."""
+    """Returns the next round's radius r, float32 [S], from the learners' distances in this one."""
     if len(found) < LEAST_LEARNERS:
         return radius_S.copy()
     return middle(found).astype(np.float32)

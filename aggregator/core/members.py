@@ -213,11 +213,11 @@ class Members(Mapping[str, Member]):
         return self._chorus.rates.upper_median(self._own(name).rate, LEAST_OTHERS)
 
     def others_tokens_rate(self, name: str) -> float | None:
-        """Returns the same median of steps per second times the square of tokens per step."""
+        """Returns the others' upper median of steps per second x (tokens per step)^2."""
         return self._chorus.tokens_rates.upper_median(self._own(name).tokens_rate, LEAST_OTHERS)
 
     def others_norm(self, name: str) -> float | None:
-        """Returns the same median of the norms per credited step of the last merged updates."""
+        """Returns the others' upper median of the norm per credited step, of their last merges."""
         return self._chorus.norms.upper_median(self._own(name).norm, LEAST_OTHERS)
 
     def unordered(self) -> Iterator[Member]:

@@ -199,7 +199,7 @@ class Expiry:
 
 
 async def reached_before(context: Context, learner: str, joined: int) -> dict[int | None, int]:
-    """Returns the data positions in a learner's messages before a join: by fragment; None: leaves.
+    """Returns the last data positions before a join: by fragment, and under None that of a leave.
 
     The messages are read in order up to that join, so that none is missing.
     """

@@ -49,9 +49,6 @@ def describe(blocks_n: Blocks) -> tuple[Slice, ...]:
     Runs of consecutive blocks become slices; equal slices at equal distances are joined into one,
     twice. The blocks of a tensor's slice with up to three sharded axes become one slice.
 
-    Runs of consecutive blocks; equal runs at equal distances as one slice; and so once more. The
-    blocks of a tensor's slice with up to three sharded axes make one slice.
-
     Args:
         blocks_n: ascending and distinct, int64 [n].
     """

@@ -125,7 +125,7 @@ class RoundTotals:
 
     @property
     def mean_staleness(self) -> float:
-        """Mean number of versions that an update's base is behind the version before its own."""
+        """Mean staleness: versions made between an update's base and its merge."""
         return sum(self.staleness) / len(self.staleness) if self.staleness else 0.0
 
     @property
@@ -374,7 +374,7 @@ class _Learner:
         self.state = None
 
     def let_go(self, *, kept: bool) -> None:
-        """Counts the tokens of a life that is over; if `kept`, work off the tape is not lost."""
+        """Counts the tokens of a life that is over; if `kept`, its unannounced work is not lost."""
         if self.state is None:
             return
         self._owner.trained += self.state.done.tokens

@@ -22,7 +22,7 @@ from diloco.common.protocol import wire
 
 
 class ShardCheck(NamedTuple):
-    """The time when the run's records had read an update's shards, and the shards' norm.
+    """The time at which the recorded run read an update's shards, and their norm.
 
     `norm` is None if the shards did not match the manifest.
     """

@@ -62,7 +62,7 @@ class Verified:
     views: dict[int, Vector] = field(default_factory=dict)
 
     def unbroken(self, fragment: int) -> bool:
-        """True if a fragment equals its record so far; otherwise a later call checks it again."""
+        """True if all versions of a fragment that were recomputed so far equal their records."""
         broken = {one.fragment for one in self.differences}
         return fragment not in broken | {one.fragment for one in self.lost}
 

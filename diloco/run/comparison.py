@@ -61,9 +61,9 @@ class Comparison(NamedTuple):
 
 
 def gap(loss: float, others: float) -> float:
-    """Returns the signed logarithm of the ratio of a loss to the others'.
+    """Returns log(1 + |difference| / smaller absolute value), with the sign of the difference.
 
-    It is that of 1 + |difference| / the smaller absolute value, so losses may be negative.
+    For losses above 0 that is the logarithm of their ratio; losses may be negative too.
     """
     least = max(min(abs(loss), abs(others)), TINY)
     return math.copysign(math.log1p(abs(loss - others) / least), loss - others)

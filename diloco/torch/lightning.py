@@ -34,7 +34,7 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         self._resumed = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Joins the run, and ensure that this learner reads data of its own."""
+        """Joins the run, and ensures that this learner reads data of its own."""
         loop, loader = self._loop, trainer.train_dataloader
         check_workers(loader)
         if not loop.own_data:

@@ -18,10 +18,10 @@ class Accelerator(BaseModel):
 
     Attributes:
         chips: the numbers of chips that a learner of one host may have.
-        topologies: of slices of several hosts; empty: all with so many `dimensions` exist.
+        topologies: those of slices of several hosts; empty: every topology of `dimensions` numbers.
         most_chips: the most chips of a slice; 0 if unknown.
         hbm_gib: memory of a chip, GiB.
-        zones: zones that have it: all such zones in regions whose names begin with one of `read`.
+        zones: the zones that have it, complete for regions whose names begin with one of `read`.
     """
 
     chips: tuple[int, ...]

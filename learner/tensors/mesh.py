@@ -97,7 +97,7 @@ def constrain(values: jax.Array, *axes: Any) -> jax.Array:
 
 
 def known_spec(*axes: Any) -> PartitionSpec:
-    """Returns a `PartitionSpec` without the axes that the mesh in use, a caller's own, lacks."""
+    """Returns a `PartitionSpec` of those `axes` that the mesh in use has."""
     known = jax.sharding.get_abstract_mesh().shape
     return PartitionSpec(
         *(tuple(one for one in each if one in known) if isinstance(each, tuple) else each

@@ -107,7 +107,7 @@ class Join(Body):
 class Leave(Body):
     """A learner ends a life on purpose: no message of this incarnation follows.
 
-    If a newer join has superseded the life, its process was still running then: two had one name.
+    A leave of a life that a newer join has superseded shows that two processes had one name.
 
     With `fragments` the life goes on, but sends no more updates of these fragments: it had none
     unsent when the run stopped.

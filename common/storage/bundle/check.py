@@ -127,7 +127,7 @@ def is_file_name(name: str) -> bool:
 
 
 def check_oldest(path: Path, oldest: Any) -> dict[int, int]:
-    """Returns each fragment's oldest record that counts, by sequence, from a bundle's last frame.
+    """Returns the sequence of each fragment's oldest record, which a bundle's last frame states.
 
     Raises:
         IntegrityError: the frame does not state them.

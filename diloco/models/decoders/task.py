@@ -362,7 +362,7 @@ class LossSums(NamedTuple):
 
 
 def learned_of(windows_BxL1: Any, end: int | None) -> jax.Array:
-    """Marks of a window's L predictions that are trained on, bool[B, L]."""
+    """Returns which of a window's L predictions are trained on, bool[B, L]."""
     # Nothing is predicted from a document's end: what follows is of the next.
     learned_BxL: jax.Array = windows_BxL1[:, 1:] >= 0
     if end is None:
@@ -371,7 +371,7 @@ def learned_of(windows_BxL1: Any, end: int | None) -> jax.Array:
 
 
 def tokens_of(windows_BxL1: Any) -> jax.Array:
-    """Tokens: those that are not trained on stand as ~t, which is below 0."""
+    """Returns the tokens of windows in which ~t, below 0, is a token t without a loss."""
     return jnp.where(windows_BxL1 < 0, ~windows_BxL1, windows_BxL1)
 
 

@@ -105,7 +105,7 @@ def multiplied(config: DecoderConfig, counts: Callable[[str], bool] = lambda _na
 
 
 def active(config: DecoderConfig) -> int:
-    """Returns the number of parameters used for one token; of experts, those that it uses."""
+    """Returns the number of parameters used for one token: of experts, only the chosen ones."""
     return sum(_used(config, entry) for entry in table(config).values())
 
 
