@@ -30,6 +30,7 @@ from diloco.common.storage.tape import (
     check_length,
     decode,
     decode_as,
+    earlier_positions,
     first_sequence,
     messages_up_to,
     publish_once,
@@ -165,7 +166,7 @@ class Expiry:
         except SwapLostError:
             return  # The learner is back, or another aggregator was first.
         reached = await reached_before(context, learner, joined)
-        position = max(reached.values(), default=0)
+        position = max(reached.values())
         leave = wire.Leave(
             run=run, learner=learner, incarnation=joined, position=position, fragments=(), by=host
         )
@@ -199,11 +200,15 @@ class Expiry:
 
 
 async def reached_before(context: Context, learner: str, joined: int) -> dict[int | None, int]:
-    """Returns the last data positions before a join: by fragment, and under None that of a leave.
+    """Returns the data positions that a learner reached before a join, by fragment.
 
-    The messages are read in order up to that join, so that none is missing.
+    Under None it returns the position of leaves, and of earlier epochs. The messages are read in
+    order up to that join, so that none is missing. Messages of superseded lives do not count: their
+    updates are rejected.
     """
-    run, found = context.run, dict[int | None, int]()
+    run, earlier = context.run, await earlier_positions(context)
+    found: dict[int | None, int] = {None: earlier.get(learner, 0)}
+    newest = 0
     subjects = [
         names.update(run, learner, "*"),
         names.leave(run, learner),
@@ -213,8 +218,14 @@ async def reached_before(context: Context, learner: str, joined: int) -> dict[in
         with contextlib.suppress(WireError):
             check_length(context.layout, message.subject, len(message.payload))
             match decode(message.subject, message.payload):
-                case wire.Leave(incarnation=life, position=position) if same_tape(life, joined):
-                    found[None] = max(position, found.get(None, 0))
-                case wire.Manifest(epoch=context.epoch, fragment=fragment, position=position):
-                    found[fragment] = max(position, found.get(fragment, 0))
+                case wire.Join():
+                    newest = message.seq
+                case wire.Leave() as said if said.incarnation >= newest and same_tape(
+                    said.incarnation, joined
+                ):
+                    found[None] = max(said.position, found[None])
+                case wire.Manifest() as said if (
+                    said.incarnation >= newest and said.epoch == context.epoch
+                ):
+                    found[said.fragment] = max(said.position, found.get(said.fragment, 0))
     return found

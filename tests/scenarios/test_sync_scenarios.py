@@ -1,6 +1,7 @@
 """The scripts in sync/: what the learner's core does, event by event.
 
-    rules fragments=2 sync.interval_steps=4 ...   before anything else
+    rules fragments=2 sync.interval_steps=4 ...   before anything else; averaged=F: a fragment of
+                                                  averaged state
     AT steps COUNT                                inner steps of 10 tokens, a second each, from AT
     AT wait                                       a step boundary without a step, as after the end
     published F SEQ at=AT                         the manifest is on the tape
@@ -14,6 +15,7 @@
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,11 +57,12 @@ class Player:
         words, values = split(line)
         if words[0] == "rules":
             count = int(values.pop("fragments", "1"))
+            averaged = (int(values.pop("averaged")),) if "averaged" in values else ()
             section = SyncSection(
                 **{"interval_steps": 4, "min_steps": 2, "fragments": count}
                 | {key.removeprefix("sync."): value for key, value in values.items()}
             )
-            self.rules = sync_rules(section)
+            self.rules = replace(sync_rules(section), averaged=averaged)
             start = Start(0, digest_of(0), 100, 0)
             self.state = sync.begin(self.rules, (start,) * count)
             return

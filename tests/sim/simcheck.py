@@ -6,7 +6,7 @@ simulation as a `Violation`.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +25,7 @@ from diloco.common.protocol.errors import DilocoError, WireError
 from diloco.common.storage.bus import Message
 from diloco.common.storage.share_allocation import Holding
 from diloco.common.storage.tape import decode, decode_as
-from diloco.common.storage.tape.positions import first_sequence
+from diloco.common.storage.tape.positions import by_learner, first_sequence
 from diloco.learner.core.events import Ready
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Checkers:
         self.past: Counter[str] = Counter()
         self.oracle = OracleOfTapes(world.layout, light=isinstance(world.tensors, Light))
         self.admission = Admission(world.store.rotten, world.injected)
-        self.batches = Batches(world.sizes, world.injected)
+        self.batches = self._batches({})
         self.garbage = GarbageChecker(
             world.run_name,
             len(self.chains),
@@ -80,7 +80,8 @@ class Checkers:
         self.past["abandoned"] += self.past.pop("in_flight")
         self.epoch, self.joined, self.stopped = epoch, {}, False
         self.let_go = self._accounts()
-        self.batches = Batches(self._world.sizes, self._world.injected)
+        earlier = by_learner(file.data_positions)
+        self.batches = self._batches({**earlier, **file.specification.positions})
         shut_out = {name for record in file.records for name in record.policy.quarantined}
         world = self._world
         self.admission = Admission(world.store.rotten, world.injected, shut_out)
@@ -89,6 +90,10 @@ class Checkers:
             known = before.digests.items()
             chain.digests = {version: pair for version, pair in known if version <= record.version}
         self.garbage.begin_epoch(file)
+
+    def _batches(self, earlier: Mapping[str, int]) -> Batches:
+        world = self._world
+        return Batches(world.sizes, len(world.layout.fragments), earlier, world.injected)
 
     def _accounts(self) -> dict[int, Overwritten | Blended]:
         """Of the fragments whose versions let go of what learners have not sent."""
@@ -159,7 +164,7 @@ class Checkers:
     def _on_join(self, message: Message) -> None:
         join = decode_as(wire.Join, message.subject, message.payload)
         self.joined[join.learner] = message.seq
-        self.batches.join(message.seq, message.msg_id)
+        self.batches.join(join.learner, message.seq, message.msg_id)
 
     def _on_leave(self, message: Message) -> None:
         word = decode_as(wire.Leave, message.subject, message.payload)
@@ -194,7 +199,7 @@ class Checkers:
             return
         covers = self._covers(update, manifest)
         chain.send(manifest, covers, message.seq)
-        self.batches.announce(update, covers, message.seq)
+        self.batches.announce(update, manifest.fragment, covers, message.seq)
         self._world.announced(manifest)
         life = (update.learner, update.incarnation)
         # Several fragments were due at one step.

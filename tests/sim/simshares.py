@@ -12,7 +12,8 @@ the oracle's rules.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from simaveraged import Life
 from simchain import UpdateId, hold
@@ -24,16 +25,33 @@ from diloco.common.storage.share_allocation import EXPIRY, Holding, Sizes
 Batch = tuple[int, int]
 
 
+class _Said(NamedTuple):
+    """A position that a learner has announced, of these fragments; None: of all."""
+
+    seq: int
+    position: int
+    fragments: Collection[int] | None = None
+
+
 class Batches:
     """Of one tape.
 
     Args:
         sizes: how an epoch is divided; None: it is not.
+        fragments: of the run.
+        earlier: positions of learners at which the tape begins.
         injected: counts what happened.
     """
 
-    def __init__(self, sizes: Sizes | None, injected: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        sizes: Sizes | None,
+        fragments: int,
+        earlier: Mapping[str, int],
+        injected: Mapping[str, int],
+    ) -> None:
         self._sizes = sizes
+        self._fragments = range(fragments)
         self._injected = injected
         # By life: the batch that was trained at each position, and where an orderly end began.
         self._trained: defaultdict[tuple[str, int], dict[int, Batch]] = defaultdict(dict)
@@ -41,8 +59,10 @@ class Batches:
         # The first batch of each share that nobody has trained.
         self._reached: defaultdict[int, int] = defaultdict(int)
         self._merged: defaultdict[int, dict[Batch, UpdateId]] = defaultdict(dict)
-        # Of each learner: (sequence, position) of what it announced, and of joins in its place.
-        self._announced: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._said: defaultdict[str, list[_Said]] = defaultdict(list)
+        for learner, position in earlier.items():
+            self._said[learner].append(_Said(0, position))
+        self._newest: dict[str, int] = {}
         self._expiries: set[int] = set()
 
     # Learners
@@ -72,32 +92,54 @@ class Batches:
 
     # The tape
 
-    def join(self, seq: int, msg_id: str) -> None:
+    def join(self, learner: str, seq: int, msg_id: str) -> None:
         """Somebody joins; or an aggregator, in the place of one that is silent."""
+        self._newest[learner] = seq
         if msg_id.startswith(EXPIRY):
             self._expiries.add(seq)
 
-    def announce(self, update: UpdateId, covers: Covers, seq: int) -> None:
+    def announce(self, update: UpdateId, fragment: int, covers: Covers, seq: int) -> None:
         """An honest update is announced for the first time."""
-        self._announced[update.learner].append((seq, covers.stop))
+        self._say(update.learner, update.incarnation, _Said(seq, covers.stop, {fragment}))
 
     def leave_said(self, word: wire.Leave, seq: int) -> None:
         """Of a life, or of some of its fragments."""
-        self._announced[word.learner].append((seq, word.position))
         if word.incarnation in self._expiries:
             self._check_end(word.learner, word.incarnation, word.position)
+        said = _Said(seq, word.position, word.fragments or None)
+        self._say(word.learner, word.incarnation, said)
+
+    def _say(self, learner: str, incarnation: int, said: _Said) -> None:
+        # Updates of superseded lives are rejected: somebody has to train on their batches again.
+        if incarnation == self._newest.get(learner):
+            self._said[learner].append(said)
 
     def claim(self, word: wire.Claim) -> None:
         """An end is where the learner stands; of a silent one, where its announced work ends."""
-        if word.what != "end":
+        if word.what == "claim":
             return
-        self._injected["expiry"] += word.incarnation in self._expiries
-        self._check_end(word.learner, word.incarnation, word.position)
+        if word.what == "end":
+            self._injected["expiry"] += word.incarnation in self._expiries
+            self._check_end(word.learner, word.incarnation, word.position)
+        orderly = word.what == "end" and word.incarnation not in self._expiries
+        lost = [0 if orderly else self._lost(word, fragment) for fragment in self._fragments]
+        self._injected["work_lost"] += any(lost)
+        about, told = f"{word.learner} {word.incarnation}", word.lost or (0,) * len(lost)
+        hold([*told] == lost, "batches", about, f"{word.what} says lost {told}, not {lost}")
+
+    def _lost(self, word: wire.Claim, fragment: int) -> int:
+        """Returns how many batches before a life's position are in no update of a fragment."""
+        said = self._before(word.learner, word.incarnation)
+        mine = [one for one in said if one.fragments is None or fragment in one.fragments]
+        return word.position - max((one.position for one in mine), default=0)
+
+    def _before(self, learner: str, incarnation: int) -> list[_Said]:
+        return [one for one in self._said[learner] if one.seq < incarnation]
 
     def _check_end(self, learner: str, incarnation: int, position: int) -> None:
         if incarnation in self._expiries:
-            said = self._announced[learner]
-            expected = max((at for seq, at in said if seq < incarnation), default=0)
+            said = self._before(learner, incarnation)
+            expected = max((one.position for one in said), default=0)
         else:
             expected = self._left.get((learner, incarnation), -1)
         what = f"ends at {position}, its work at {expected}"

@@ -5,13 +5,16 @@ import contextlib
 from dataclasses import replace
 
 from runlab import RUN, Lab
+from test_dashboard import beat
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.members import Hearing
-from diloco.aggregator.owner.liveness import Expiry, reached_before
+from diloco.aggregator.owner.liveness import Expiry, LivenessWatch, reached_before
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.reasons import Reason
+from diloco.common.storage.bus import StreamLimits
+from diloco.common.storage.share_allocation import lost_batches
 from diloco.common.storage.tape.positions import first_sequence
 
 
@@ -92,9 +95,80 @@ def test_what_counts_is_what_was_announced_on_this_tape_before_the_life_was_ende
         await leave(9, life)
         await leave(99, other_tape)
         await lab.announce(lab.upload("a", 1).model_copy(update={"epoch": 1, "position": 99}))
+        late = lab.upload("a", 0).model_copy(update={"position": 99})
+        newer = await lab.join("a")
+        # Of a superseded life: it will be rejected.
+        await lab.announce(late)
+        await leave(99, life)
         joined = await lab.join("a")
         await lab.announce(lab.upload("a", 0).model_copy(update={"position": 99}))
+        await leave(99, newer)
         assert await reached_before(lab.context, "a", joined) == {0: sent.position, None: 9}
+
+    run_async(scenario())
+
+
+def test_work_of_earlier_tapes_is_not_lost(run_async):
+    async def scenario() -> None:
+        lab = Lab(fragments=2)
+        context, tape = lab.context, lab.context.tape
+        await lab.bus.create_stream(tape, names.tape_subjects(RUN), StreamLimits())
+        specification = wire.Specification(
+            run=RUN, epoch=0, positions={"a": 500}, layout=context.layout.digest,
+            settings=context.settings.model_dump(), constants=None, created_at_s=1.0,
+            positions_object=None,
+        )  # fmt: skip
+        await lab.bus.publish(names.spec(RUN), wire.encode(specification))
+        joined = await lab.join("a")
+        reached = await reached_before(context, "a", joined)
+        assert lost_batches(500, reached, 2) == (0, 0)
+
+    run_async(scenario())
+
+
+def test_heartbeats_of_a_superseded_life_keep_no_shares(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        hearing = Hearing(0.0)
+        older = await lab.join("a")
+        for share, learner in enumerate(("a", "b")):
+            await lab.join(learner)
+            await claim(lab, learner, "begin")
+            await claim(lab, learner, "claim", share)
+        watching = asyncio.ensure_future(Expiry(lab.context, hearing).watch())
+        for now_s in range(700):
+            hearing.beat("a", older, float(now_s), 2.0)
+
+        async def ended() -> bool:
+            return len(await claims(lab, "b")) == 3
+
+        # Holders are asked about in the order of their first claims.
+        await lab.until(ended, "the life of one that is never heard is ended")
+        assert len(await claims(lab, "a")) == 3
+        await cancel(watching)
+
+    run_async(scenario())
+
+
+def test_the_last_word_of_a_life_that_has_failed_is_no_sign_of_life(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        lives = {name: await lab.join(name) for name in ("a", "b")}
+        watch = LivenessWatch(lab.context, ())
+        watching = asyncio.ensure_future(watch.watch())
+        began_s = watch.hearing.newest_s
+
+        async def heard() -> bool:
+            await beat(lab, "a", lives["a"], state="failed")
+            await beat(lab, "b", lives["b"])
+            return watch.hearing.newest_s > began_s
+
+        await lab.until(heard, "heartbeats are read")
+        await beat(lab, "b", lives["b"])
+        assert [*watch.hearing._heard_at_s] == ["b"]
+        await cancel(watching)
 
     run_async(scenario())
 

@@ -42,6 +42,7 @@ from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, listen
 from diloco.learner.hosts.messages import host_gone
 from diloco.learner.hosts.worker import HostLink, Worker, connect
+from diloco.learner.leading_host import _common_checkpoint
 from diloco.learner.library import _Hanging
 from diloco.learner.synchronizer import never
 from diloco.learner.wire.claims import GrantedShares
@@ -50,6 +51,7 @@ from diloco.learner.wire.receive import Receiver
 REF = wire.ObjectRef(name="r/global/0/x", size_bytes=7, crc32c=9)
 CHANGE = Change(0, 44, "4" * 32, None, (REF,))
 READY = Ready(1, 7, 3, "2" * 32, 12, 4, rolled_back=True)
+LAST = Boundary((), "end", 9)
 SEND = Send(0, 2, 3, "3" * 32, 5, 50, final=True)
 EVERYTHING = [
     messages.Begin(epoch=1, layout="1" * 32, constants=None),
@@ -141,10 +143,18 @@ class Hands:
 class Pair:
     """A coordinator and one worker, over a real connection."""
 
-    def __init__(self, coordinator: Coordinator, link: HostLink, worker: Worker) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        link: HostLink,
+        worker: Worker,
+        lost: list[BaseException],
+    ) -> None:
         self.coordinator = coordinator
         self.link = link
         self.worker = worker
+        # What either side has reported as a lost host.
+        self.lost = lost
 
     def held(self):
         return [held.tensors for held in self.worker._held.values()]
@@ -163,15 +173,16 @@ async def pair(hands: Hands) -> AsyncIterator[Pair]:
         tasks.add(asyncio.ensure_future(coroutine))
 
     listener = await listen("127.0.0.1")
-    link = await connect(1, listener.address, "secret", lambda _: None)
-    coordinator = Coordinator(loop, await listener.meet(2, "secret"), lambda error: None)
+    lost: list[BaseException] = []
+    link = await connect(1, listener.address, "secret", lost.append)
+    coordinator = Coordinator(loop, await listener.meet(2, "secret"), lost.append)
     go = messages.Go(incarnation=1, position=0, global_step=0)
     context = make_context()
     shares = GrantedShares(context, link.check, never)
     worker = Worker(context, link, hands, None, spawn, never, go, shares)
     spawn(worker.serve())
     try:
-        yield Pair(coordinator, link, worker)
+        yield Pair(coordinator, link, worker, lost)
     finally:
         await cancel(*tasks)
         link._ended = True
@@ -247,6 +258,54 @@ def test_what_a_dropped_attempt_brought_leaves_the_devices(run_async):
             assert hosts.held() == ["view"]
 
     run_async(scenario())
+
+
+def test_a_dropped_attempt_takes_no_other_record_with_it(run_async):
+    async def scenario():
+        async with pair(Hands("one", "other")) as hosts:
+            await hosts.coordinator.prepare(CHANGE).ready()
+            later = CHANGE.record_seq + 1
+            other = hosts.coordinator.prepare(CHANGE._replace(record_seq=later))
+            await other.ready()
+            other.drop()
+            await hosts.until(lambda: len(hosts.held()) < 2)
+            assert hosts.held() == ["one"]
+
+    run_async(scenario())
+
+
+def test_a_host_that_goes_after_the_last_boundary_is_not_lost(run_async):
+    async def scenario():
+        async with pair(Hands()) as hosts:
+            hosts.coordinator.tell(LAST)
+            assert (await asyncio.to_thread(hosts.link.receive, messages.Turn)).boundary == LAST
+            await hosts.link.close()
+            listening = hosts.coordinator._tasks
+            await asyncio.wait(listening, timeout=300)
+            assert all(task.done() for task in listening)
+            assert not hosts.lost
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_host_that_goes_before_the_last_boundary_is_lost(run_async, gone):
+    async def scenario():
+        async with pair(Hands()) as hosts:
+            hosts.coordinator.tell(LAST._replace(then="step"))
+            await asyncio.to_thread(hosts.link.receive, messages.Turn)
+            await (hosts.link if gone else hosts.coordinator).close()
+            await hosts.until(lambda: hosts.lost)
+            assert f"host {gone} of this learner is gone" in str(hosts.lost[0])
+
+    run_async(scenario())
+
+
+def test_hosts_resume_from_the_checkpoint_with_the_most_steps():
+    """A newer life may have begun afresh."""
+    older, newer, alone = (5, 100), (9, 20), (5, 110)
+    assert _common_checkpoint([older, newer, alone], [{older, newer}, {newer, older}]) == older
+    assert _common_checkpoint([alone], [{older}]) is None
 
 
 def test_a_dropped_attempt_is_not_gone_on_with(run_async):

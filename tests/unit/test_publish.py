@@ -25,9 +25,11 @@ from diloco.learner.tensors.replica import Replica
 from diloco.learner.wire.incarnation import join
 from diloco.learner.wire.publish import Publisher, Uploader
 
-LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)
-LIKE = {"w": np.zeros(32, np.float32)}
-VIEWS = [np.zeros(32, np.float32)]
+NAMES = ("w", "v")
+TENSORS = [Tensor(name=name, shape=(32,), dtype="float32") for name in NAMES]
+LAYOUT = make_layout(TENSORS, fragments=2, block=16)
+LIKE = {name: np.zeros(32, np.float32) for name in NAMES}
+VIEWS = [np.zeros(32, np.float32)] * 2
 
 
 class HeldBus(MemoryBus):
@@ -48,7 +50,7 @@ def make_context(bus):
     settings = RunSettings.model_validate(
         {
             "run": {"name": "r", "steps": 9},
-            "sync": {"fragments": 1, "codec": "float32", "block": 16},
+            "sync": {"fragments": 2, "codec": "float32", "block": 16},
         }
     )
     return Context(
@@ -64,10 +66,11 @@ async def make_publisher(bus):
     return Publisher(context, lambda event, payload=None: None, uploader, Alone(), life)
 
 
-def outgoing(seq):
-    codes = Replica(SyncSection(codec="float32", block=16), LAYOUT, LIKE, VIEWS).send(0)
+def outgoing(seq, fragment=0):
+    section = SyncSection(codec="float32", block=16)
+    codes = Replica(section, LAYOUT, LIKE, VIEWS).send(fragment)
     return Outgoing(
-        send=Send(0, seq, 0, "0" * 32, 8, 800, final=False), codes=codes, position=8 * seq,
+        send=Send(fragment, seq, 0, "0" * 32, 8, 800, final=False), codes=codes, position=8 * seq,
         local_step=8 * seq, loss=lambda: 2.5, step_time_s=1.0, dispatched_at_s=0.0,
     )  # fmt: skip
 
@@ -201,3 +204,20 @@ def test_no_manifest_comes_behind_a_newer_one_of_its_fragment(run_async):
     manifests = run_async(scenario())
     assert [manifest.seq for manifest in manifests] == [1, 1, 2]
     assert [manifest.position for manifest in manifests] == [8, 8, 16]
+
+
+def test_an_update_is_announced_again_though_another_fragment_has_sent_since(run_async):
+    async def scenario():
+        bus = MemoryBus()
+        await bus.create_stream("diloco-r", names.tape_subjects("r"), StreamLimits())
+        publisher = await make_publisher(bus)
+        for fragment in range(2):
+            await publisher.send(outgoing(1, fragment))
+        for fragment in range(2):
+            await publisher.republish(Republish(fragment, 1, 1))
+        found = bus.broker.stream("diloco-r").log.values()
+        return [wire.decode(wire.Manifest, m.payload) for m in found if ".update." in m.subject]
+
+    manifests = run_async(scenario())
+    announced = [(manifest.fragment, manifest.attempt) for manifest in manifests]
+    assert announced == [(0, 0), (1, 0), (0, 1), (1, 1)]

@@ -1,6 +1,7 @@
 """Readers beside garbage collection, and of stores from which something is lost."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import jax
@@ -344,9 +345,13 @@ class Followed:
         if of is not None:
             self._begin(of.replica, of.starts)
 
-    async def load(self) -> None:
-        layout = self.context.layout
-        loaded = [await load_newest(self.context, each.index) for each in layout.fragments]
+    async def load(self, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Load the newest views one by one; `meanwhile` is done after each."""
+        layout, loaded = self.context.layout, []
+        for each in layout.fragments:
+            loaded.append(await load_newest(self.context, each.index))
+            if meanwhile is not None:
+                await meanwhile()
         like = {t.name: np.zeros(t.shape, t.dtype) for t in layout.tensors}
         replica = Replica(self.context.settings.sync, layout, like, [one.view for one in loaded])
         self._begin(replica, [start_at(one) for one in loaded])
@@ -429,6 +434,25 @@ def test_a_learner_knows_when_a_version_was_made_whatever_the_servers_clock_says
             ready, _ = followed.readies[-1]
             # The quickest message tells how far the clocks are apart.
             assert bus.clock() - ready.made_at_s == took_s - 0.5
+
+    run_async(scenario())
+
+
+def test_a_version_that_is_made_while_another_fragment_is_loaded_is_adopted(run_async):
+    async def scenario() -> None:
+        lab = await made(1, fragments=2)
+        followed = Followed(lab)
+
+        async def one_of_each() -> None:
+            if lab.sent["a", lab.lives["a"], 0] == 1:
+                async with lab.aggregating():
+                    await lab.send("a", 0)
+                    await lab.send("a", 1)
+
+        await followed.load(meanwhile=one_of_each)
+        assert [start.version for start in followed.starts] == [1, 1]
+        assert followed.starts[0].record_seq < followed.starts[1].record_seq
+        assert await followed.follow_to(lab, 2) == [(2, Delta)]
 
     run_async(scenario())
 

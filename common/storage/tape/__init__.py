@@ -39,6 +39,7 @@ from diloco.common.storage.tape.run import (
     check_record,
     data_position,
     data_reached,
+    earlier_positions,
     effective_settings,
     first_message,
     has_ended,

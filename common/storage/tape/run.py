@@ -243,9 +243,7 @@ async def data_reached(
     run = context.run
     last = last or partial(_last, context)
     if earlier is None:
-        first = await first_message(context, names.spec(run))
-        specification = decode_as(wire.Specification, first.subject, first.payload)
-        earlier = await _earlier(context, specification)
+        earlier = await earlier_positions(context)
     fragments = range(len(context.layout.fragments))
     kinds: dict[str, type[wire.Manifest | wire.Leave]] = {
         names.leave(run, learner): wire.Leave,
@@ -263,8 +261,13 @@ async def data_reached(
     return found
 
 
-async def _earlier(context: RunContext, specification: wire.Specification) -> Mapping[str, int]:
-    """Reads the positions of earlier epochs; retries while the store is away or lags."""
+async def earlier_positions(context: RunContext) -> Mapping[str, int]:
+    """Returns by learner where its data stood when this epoch began, in batches.
+
+    Retries while the store is away or lags.
+    """
+    first = await first_message(context, names.spec(context.run))
+    specification = decode_as(wire.Specification, first.subject, first.payload)
 
     async def attempt() -> Mapping[str, int]:
         try:
@@ -297,7 +300,7 @@ async def _position_on(
     """Returns the position in a subject's last message, or the highest of all that count.
 
     The last message does not count if it is unreadable, if a newer life had superseded its sender,
-    or if its sender had outlived its tape; other messages may then have a higher position.
+    or if its sender had outlived its tape; an earlier message may then have the position.
     """
     subject = newest.subject
     try:
@@ -305,23 +308,26 @@ async def _position_on(
     except WireError as error:
         context.logger.warning("unreadable", subject=subject, reason=error.reason)
     else:
-        superseded = any(said.incarnation < seq < newest.seq for seq in joins)
-        if _is_of_this_tape(context, said, newest.seq) and not superseded:
+        if _may_be_merged(context, said, newest.seq, joins):
             return said.position
     position = 0
     async for message in messages_up_to(context, [subject], newest.seq):
         with contextlib.suppress(WireError):
             said = decode_as(kind, subject, message.payload)
-            if _is_of_this_tape(context, said, message.seq):
+            if _may_be_merged(context, said, message.seq, joins):
                 position = max(position, said.position)
     return position
 
 
-def _is_of_this_tape(context: RunContext, said: wire.Manifest | wire.Leave, seq: int) -> bool:
-    """True if a message's incarnation began on this tape, so that its work may be merged."""
+def _may_be_merged(
+    context: RunContext, said: wire.Manifest | wire.Leave, seq: int, joins: Sequence[int]
+) -> bool:
+    """True if a message's life began on this tape, and no newer one had superseded it."""
     if isinstance(said, wire.Manifest):
-        return said.epoch == context.epoch
-    return same_tape(said.incarnation, seq)
+        of_this_tape = said.epoch == context.epoch
+    else:
+        of_this_tape = same_tape(said.incarnation, seq)
+    return of_this_tape and not any(said.incarnation < join < seq for join in joins)
 
 
 async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, int]:
