@@ -32,6 +32,7 @@ from diloco.common.storage.tape import (
     decode_as,
     earlier_positions,
     first_sequence,
+    may_be_merged,
     messages_up_to,
     publish_once,
     same_tape,
@@ -208,7 +209,7 @@ async def reached_before(context: Context, learner: str, joined: int) -> dict[in
     """
     run, earlier = context.run, await earlier_positions(context)
     found: dict[int | None, int] = {None: earlier.get(learner, 0)}
-    newest = 0
+    joins: list[int] = []
     subjects = [
         names.update(run, learner, "*"),
         names.leave(run, learner),
@@ -217,15 +218,13 @@ async def reached_before(context: Context, learner: str, joined: int) -> dict[in
     async for message in messages_up_to(context, subjects, joined):
         with contextlib.suppress(WireError):
             check_length(context.layout, message.subject, len(message.payload))
-            match decode(message.subject, message.payload):
+            said = decode(message.subject, message.payload)
+            match said:
                 case wire.Join():
-                    newest = message.seq
-                case wire.Leave() as said if said.incarnation >= newest and same_tape(
-                    said.incarnation, joined
+                    joins.append(message.seq)
+                case wire.Manifest() | wire.Leave() if may_be_merged(
+                    context, said, message.seq, joins
                 ):
-                    found[None] = max(said.position, found[None])
-                case wire.Manifest() as said if (
-                    said.incarnation >= newest and said.epoch == context.epoch
-                ):
-                    found[said.fragment] = max(said.position, found.get(said.fragment, 0))
+                    fragment = said.fragment if isinstance(said, wire.Manifest) else None
+                    found[fragment] = max(said.position, found.get(fragment, 0))
     return found

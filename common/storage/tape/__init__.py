@@ -45,6 +45,7 @@ from diloco.common.storage.tape.run import (
     has_ended,
     last_record,
     load_specification,
+    may_be_merged,
     messages_up_to,
     parse_changed,
     publish_once,

@@ -308,18 +308,18 @@ async def _position_on(
     except WireError as error:
         context.logger.warning("unreadable", subject=subject, reason=error.reason)
     else:
-        if _may_be_merged(context, said, newest.seq, joins):
+        if may_be_merged(context, said, newest.seq, joins):
             return said.position
     position = 0
     async for message in messages_up_to(context, [subject], newest.seq):
         with contextlib.suppress(WireError):
             said = decode_as(kind, subject, message.payload)
-            if _may_be_merged(context, said, message.seq, joins):
+            if may_be_merged(context, said, message.seq, joins):
                 position = max(position, said.position)
     return position
 
 
-def _may_be_merged(
+def may_be_merged(
     context: RunContext, said: wire.Manifest | wire.Leave, seq: int, joins: Sequence[int]
 ) -> bool:
     """True if a message's life began on this tape, and no newer one had superseded it."""
