@@ -232,7 +232,7 @@ class Coordinator(Alone):
         return tuple(shard for part in found for shard in part)
 
     async def checkpoints(self) -> list[set[CheckpointId]]:
-        """Waits for all workers' lists of the checkpoints of which they have their parts."""
+        """Waits for each worker's list of the checkpoints whose parts it has."""
         return [set(found) for found in await self._have.all]
 
     async def close(self) -> None:

@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 
-from simactor import CALM, Actor
+from simactor import Actor
 from simadmission import LIAR
 from simchain import Violation
 from simdisk import Disk
-from simfaults import DrawnFaults
+from simfaults import CALM
 from simlearner import SimLearner
 from simoperator import Operator
+from simstrikes import DrawnFaults
 from simtensors import Ledger, Light, Numbers
 from simtrial import Outcome, Trial, faults, settings
 from simworld import World, ended

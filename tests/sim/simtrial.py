@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from simactor import Faults
 from simadmission import LIAR_INDEX
 from simchain import Violation
+from simfaults import Faults
 from simworld import World
 
 # Kinds of faults of single operations, with the greatest probability of each.

@@ -14,10 +14,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import structlog
-from simactor import CALM, Actor, Faults
+from simactor import Actor
 from simbus import SimBroker
 from simchain import Violation
 from simcheck import Checkers
+from simfaults import CALM, Faults
 from simloop import StuckError, VirtualLoop
 from simstore import SimStore
 from simtensors import Ledger, Light, Numbers

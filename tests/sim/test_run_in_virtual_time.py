@@ -3,7 +3,8 @@
 import asyncio
 
 import pytest
-from simactor import CALM, Actor, Faults
+from simactor import Actor
+from simfaults import CALM, Faults
 from simlearner import SimLearner
 from simtensors import Ledger, Light
 from simworld import World, ended
