@@ -46,7 +46,7 @@ def show_status(target: str, *, once: bool, json: bool) -> None:
     """Shows RUN until it ends or Ctrl-C; with `once` or `json` only its present state.
 
     Raises:
-        DilocoError: no such run, or bus or store are unreachable; so do all functions here.
+        DilocoError: no such run, or bus or store are unreachable; the other functions raise it too.
     """
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_show(target, once=once, json=json))
