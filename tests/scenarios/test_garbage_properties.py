@@ -485,6 +485,13 @@ def test_nothing_goes_where_the_records_do_not_reach_back_to_a_snapshot():
     ledger.take(hole.record, hole.seq, hole.at_s, hole.body)
     found = list(played.store.items())
     assert garbage.plan(ledger, found, fleet=played.fleet(), pinned=(), replay_window_s=0.0) is None
+    # Nor where they reach one snapshot: should that be damaged, only older objects are left.
+    for at in played.tape[played.tape.index(hole) :]:
+        ledger.take(at.record, at.seq, at.at_s, at.body)
+        if at.record.snapshot_version == at.record.version:
+            break
+    assert [entry.whole for entry in ledger.entries].count(True) == 1
+    assert garbage.plan(ledger, found, fleet=played.fleet(), pinned=(), replay_window_s=0.0) is None
 
 
 def test_joins_and_leaves_stay_from_where_the_slowest_fragment_would_read_again():
