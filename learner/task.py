@@ -428,7 +428,8 @@ def hint_of_decoder(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: A
     """Returns a decoder's hint: average embeddings, each alone in fragments; norm layers singly."""
     if name in ("embed", "fed_embed"):
         return TensorHint(merge="average", alone=True)
-    return TensorHint(norm_axes=1 if name.startswith("layers/") else 0)
+    stacked = name.startswith(("layers/", "tower/layers/"))
+    return TensorHint(norm_axes=1 if stacked else 0)
 
 
 def own_name(name: str) -> str:

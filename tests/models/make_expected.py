@@ -6,6 +6,7 @@
     python tests/models/make_expected.py adapter FOLDER OUT TARGET ...  # peft's own; OUT/logits.npz
     python tests/models/make_expected.py exported FOLDER ...  # of each; FOLDER/logits.npz
     python tests/models/make_expected.py generate FOLDER      # greedily; FOLDER/generated.npz
+    python tests/models/make_expected.py images FOLDER        # of text with images; FOLDER/images.npz
 
 It runs in an environment that has torch and transformers, and nothing of the project.
 """
@@ -20,7 +21,7 @@ import torch
 from cases import CASES, WHOLE
 from drawn import REFUSED, drawn
 from transformers import AutoConfig, AutoModelForCausalLM
-from weights import GENERATED, PROMPT, ROWS, STRIDE, parts, tokens, weight
+from weights import GENERATED, PROMPT, ROWS, STRIDE, parts, pictured, tokens, weight
 
 # Experts one by one, in any dtype; a dense model takes no notice.
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -101,6 +102,31 @@ def generate(folder: str) -> None:
     np.savez(Path(folder) / "generated.npz", tokens=told.numpy())
 
 
+def images(folder: str) -> None:
+    """Logits, loss on text and gradients, in float64; and tokens that follow, greedily."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **EAGER).double().eval()
+    vision, image = model.config.vision_config, model.config.image_token_id
+    row = pictured(vision.patch_size, vision.pooling_kernel_size, image)
+    given = {name: torch.from_numpy(values) for name, values in row.items()}
+    seen = given["input_ids"][0]
+    # Its norms are float32 in any dtype, and rounding alone would be 2e-5 of gradients.
+    single, torch.Tensor.float = torch.Tensor.float, torch.Tensor.double
+    logits = model(**given).logits
+    told = torch.where(seen == image, -100, seen)[1:]
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], told, ignore_index=-100)
+    gradient = _gradient(Path(folder).name, model, loss)
+    torch.Tensor.float = single
+    model.generation_config.eos_token_id = None
+    more = model.float().generate(**given, do_sample=False, max_new_tokens=GENERATED)
+    np.savez(
+        Path(folder) / "images.npz",
+        logits=_single(logits),
+        loss=_single(loss),
+        generated=more.numpy(),
+        **{f"gradient/{name}": values for name, values in gradient.items()},
+    )
+
+
 def made(case: str, document: dict, folder: Path):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(document))
@@ -133,13 +159,16 @@ def measured(case: str, model) -> tuple:
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], seen[0, 1:])
     if getattr(told, "aux_loss", None) is not None:
         loss = loss + model.router_aux_loss_coef * told.aux_loss
+    return _single(logits), _single(loss), _gradient(case, model, loss)
+
+
+def _gradient(case: str, model, loss: torch.Tensor) -> dict:
     loss.backward()
-    gradient = {
+    return {
         foreign: _single((torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)[place])
         for name, leaf in stored(model).items()
         for foreign, place in parts(case, name, tuple(leaf.shape))
     }
-    return _single(logits), _single(loss), gradient
 
 
 def _single(values: torch.Tensor) -> np.ndarray:
@@ -147,6 +176,6 @@ def _single(values: torch.Tensor) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    commands = (expected, checkpoints, logits, adapter, exported, generate)
+    commands = (expected, checkpoints, logits, adapter, exported, generate, images)
     known = {one.__name__: one for one in commands}
     known[sys.argv[1]](*sys.argv[2:])

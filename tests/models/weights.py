@@ -54,5 +54,37 @@ def tokens(case: str, vocab: int) -> np.ndarray:
     return _rng(case, "tokens").integers(1, vocab, size=(1, POSITIONS)).astype(np.int32)
 
 
+# Width and height in patches of the images of `pictured`, and the patches that each is padded to.
+IMAGES, PATCHES = ((4, 6), (8, 2)), 28
+
+
+def pictured(patch: int, side: int, image: int, number: int = 0) -> dict[str, np.ndarray]:
+    """A row of text with two images, as a processor gives it; another for each number.
+
+    Args:
+        patch: pixels along a patch.
+        side: patches along the side of the square that is one token.
+        image: the token that stands for images.
+        number: of the row.
+    """
+    rng = _rng("any", f"row {number}")
+    text = [rng.integers(1, 80, size=count) for count in (9, 1, 30)]
+    tokens, pixels, places = [text[0]], [], []
+    for (wide, high), after in zip(IMAGES, text[1:], strict=True):
+        count = wide * high
+        tokens += [[image] * (count // side**2), after]
+        shown = rng.random((count, 3 * patch**2)).astype(np.float32)
+        pixels.append(np.pad(shown, ((0, PATCHES - count), (0, 0))))
+        place = np.stack(np.meshgrid(np.arange(wide), np.arange(high)), -1).reshape(-1, 2)
+        places.append(np.pad(place, ((0, PATCHES - count), (0, 0)), constant_values=-1))
+    row = np.concatenate(tokens)[None].astype(np.int64)
+    return {
+        "input_ids": row,
+        "mm_token_type_ids": (row == image).astype(np.int64),
+        "pixel_values": np.stack(pixels),
+        "image_position_ids": np.stack(places),
+    }
+
+
 def _rng(case: str, name: str) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(f"{case}/{name}".encode()))

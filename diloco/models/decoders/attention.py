@@ -28,24 +28,33 @@ LANES, BLOCK = 128, 512
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def make_attention(config: DecoderConfig, segments_BxL: jax.Array, kind: str) -> Attend:
+def make_attention(
+    config: DecoderConfig,
+    segments_BxL: jax.Array,
+    kind: str,
+    blocks_BxL: jax.Array | None = None,
+) -> Attend:
     """Returns causal attention within documents, and within the window in sliding layers.
 
     Args:
         config: the decoder's configuration.
         segments_BxL: each token's document, int [B, L].
         kind: "plain", "splash", or "auto": splash attention on TPUs, if it fits.
+        blocks_BxL: numbers above 0 of images, whose tokens attend to each other both ways in
+            sliding layers; 0 elsewhere. None: there are none.
 
     Raises:
         TaskError: kind is "splash", and splash attention does not fit.
     """
     if kind == "plain" or (kind == "auto" and _platform() != "tpu"):
-        return _plain(config, segments_BxL)
+        return _plain(config, segments_BxL, blocks_BxL)
     misfit = _misfit(config, segments_BxL)
+    if blocks_BxL is not None and any(config.sliding):
+        misfit = "images, whose tokens attend both ways"
     if misfit is None:
         return _splash(config, segments_BxL, interpret=_platform() != "tpu")
     if kind == "auto":
-        return _plain(config, segments_BxL)
+        return _plain(config, segments_BxL, blocks_BxL)
     raise TaskError(
         f"causal_lm: attention = 'splash' does not fit: {misfit}",
         hint="attention = 'auto' takes it where it fits",
@@ -79,14 +88,17 @@ def _misfit(config: DecoderConfig, segments_BxL: jax.Array) -> str | None:
 # --- By XLA
 
 
-def _plain(config: DecoderConfig, segments_BxL: jax.Array) -> Attend:
+def _plain(config: DecoderConfig, segments_BxL: jax.Array, blocks_BxL: jax.Array | None) -> Attend:
     place_L = jnp.arange(segments_BxL.shape[1])
     distance_LxM = place_L[:, None] - place_L[None, :]
     same_BxLxM = segments_BxL[:, :, None] == segments_BxL[:, None, :]
     full_BxLxM = same_BxLxM & (distance_LxM >= 0)
     near_BxLxM = full_BxLxM
+    if blocks_BxL is not None:
+        alike_BxLxM = blocks_BxL[:, :, None] == blocks_BxL[:, None, :]
+        near_BxLxM |= same_BxLxM & alike_BxLxM & (blocks_BxL[:, :, None] > 0)
     if config.window is not None:
-        near_BxLxM = full_BxLxM & (distance_LxM < config.window)
+        near_BxLxM &= distance_LxM < config.window
 
     def attend(
         slides: jax.Array, q_BxLxHxK: jax.Array, k_BxLxGxK: jax.Array, v_BxLxGxK: jax.Array

@@ -21,14 +21,8 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.models.decoders.config import CONFIG, DecoderConfig, config_document, read_document
 from diloco.models.decoders.families import FAMILY_FILES
 from diloco.models.decoders.groups import groups_of
-from diloco.models.decoders.image_text import (
-    ALONE,
-    OTHERS,
-    WITHIN,
-    ImageText,
-    whole_document,
-)
-from diloco.models.decoders.tensors import TensorEntry, table
+from diloco.models.decoders.image_text import ALONE, OTHERS, VISION, WITHIN, whole_document
+from diloco.models.decoders.tensors import TOWER, TensorEntry, table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 << 30  # the approximate size of a file
@@ -116,7 +110,10 @@ class Rows:
 
 
 def _read(place: Place, opened: Any, rows: Any = slice(None)) -> np.ndarray:
-    values: np.ndarray = opened.get_slice(place.tensor)[place.part or rows]
+    if not place.shape:
+        values: np.ndarray = opened.get_tensor(place.tensor)
+    else:
+        values = opened.get_slice(place.tensor)[place.part or rows]
     return values.astype(np.float32)
 
 
@@ -222,16 +219,21 @@ def _joined(one: dict[str, Place], other: dict[str, Place]) -> dict[str, Place]:
 
 
 def _textual(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
-    """The text model's tensors, without old checkpoints' tables of rotary frequencies."""
+    """The parameters' tensors, without old checkpoints' tables of rotary frequencies."""
     found = {name: one for name, one in places.items() if not name.endswith("rotary_emb.inv_freq")}
     if config.image_text is None:
         return found
     within = {name for name in found if name.startswith(WITHIN)}
     alone = found.keys() - within
     return _joined(
-        {name: found[name] for name in alone if not name.startswith(OTHERS)},
+        {name: found[name] for name in alone if not name.startswith(_carried(config))},
         {ALONE + name.removeprefix(WITHIN): found[name] for name in within},
     )
+
+
+def _carried(config: DecoderConfig) -> tuple[str, ...]:
+    """The modules of tensors that are no parameters."""
+    return tuple(each for each in OTHERS if config.tower is None or each not in VISION)
 
 
 def _needed(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
@@ -312,7 +314,7 @@ def write_checkpoint(
         arrays: its tensors by their names here.
         dtype: of `DTYPES`, that they are written in.
         beside: a folder whose tokenizer files are taken along; of an image-and-text checkpoint, the
-            tensors beside the text model's too, in the dtypes that they have there.
+            tensors that are no parameters too, in the dtypes that they have there.
         file_bytes: of one file, about.
 
     Raises:
@@ -324,7 +326,7 @@ def write_checkpoint(
         if config.image_text is not None:
             whole = _whole(beside)
             document = whole_document(read_document(whole), dtype)
-            tensors = itertools.chain(tensors, _as_they_are(others_of(whole, config.image_text)))
+            tensors = itertools.chain(tensors, _as_they_are(others_of(whole, config)))
         _write_tensors(partial, tensors, file_bytes)
         carry(beside, partial)
         (partial / CONFIG).write_text(json.dumps(document, indent=2) + "\n")
@@ -340,14 +342,15 @@ def _whole(folder: Path | None) -> Path:
     return folder
 
 
-def others_of(folder: Path, whole: ImageText) -> dict[str, Place]:
-    """The tensors of an image-and-text checkpoint's folder beside the text model's.
+def others_of(folder: Path, config: DecoderConfig) -> dict[str, Place]:
+    """The tensors of an image-and-text checkpoint's folder that are no parameters.
 
     Raises:
         ConfigError: a file is missing or damaged, or a module has none.
     """
-    places = {name: one for name, one in _places(folder).items() if name.startswith(OTHERS)}
-    for module in whole.modules:
+    carried = _carried(config)
+    places = {name: one for name, one in _places(folder).items() if name.startswith(carried)}
+    for module in config.image_text.modules if config.image_text is not None else ():
         if not any(name.startswith(module) for name in places):
             raise ConfigError(
                 f"{str(folder)!r} lacks all tensors of {module}*, which its config.json asks for",
@@ -420,9 +423,9 @@ def checkpoint_tensors(
             for each in values.reshape(-1, *entry.shape[entry.stacked :]):
                 there = entry.to_checkpoint(each).astype(dtype)
                 called = next(tensors)
-                if called.startswith(ALONE):
+                if called.startswith(ALONE) and not name.startswith(TOWER):
                     called = within + called.removeprefix(ALONE)
-                yield called, np.ascontiguousarray(there)
+                yield called, np.asarray(there, order="C")
 
 
 def _write_tensors(

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco.common.protocol.errors import ConfigError
 from diloco.models.decoders.families import (
@@ -26,6 +26,9 @@ from diloco.models.decoders.families import (
 from diloco.models.decoders.image_text import TEXT_FAMILIES, ImageText, text_part
 from diloco.models.decoders.layer_kinds import FULL, SLIDING, Experts, Unlike, said_of_unlike
 from diloco.models.decoders.rope import KINDS, Rope
+
+if TYPE_CHECKING:
+    from diloco.models.decoders.vision import Tower
 
 CONFIG = "config.json"
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
@@ -62,6 +65,7 @@ class DecoderConfig:
         fed_vocab: rows of their table.
         unlike: the differences between layers; None: all are alike.
         image_text: of an image-and-text checkpoint, of which this is the text model.
+        tower: the vision tower, if it is among the parameters.
         positions: that the model was trained for; carried, not honoured.
         tokens: ids of special tokens, as the file names them; carried.
     """
@@ -97,6 +101,7 @@ class DecoderConfig:
     fed_vocab: int = 0
     unlike: Unlike | None = None
     image_text: ImageText | None = None
+    tower: "Tower | None" = None
     positions: int = 0
     # Excluded from the hash, since a value may be a list.
     tokens: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), hash=False)

@@ -63,7 +63,7 @@ class HuggingFace:
             return None
         source = require_weights(self.source)
         if self.config.image_text is not None:
-            checkpoint.others_of(source, self.config.image_text)
+            checkpoint.others_of(source, self.config)
         return source
 
     def read(self, folder: Path) -> Mapping[str, Any]:

@@ -18,8 +18,9 @@ ARCHITECTURE = "Gemma4ForConditionalGeneration"
 # Modules of the text model's tensors: in a whole checkpoint, and in one of text alone.
 WITHIN, ALONE = "model.language_model.", "model."
 # Keys of the towers' configurations, and the modules of their tensors.
+VISION = ("model.vision_tower.", "model.embed_vision.")
 _MODULES = {
-    "vision_config": ("model.vision_tower.", "model.embed_vision."),
+    "vision_config": VISION,
     "audio_config": ("model.audio_tower.", "model.embed_audio."),
 }
 OTHERS = tuple(module for modules in _MODULES.values() for module in modules)
@@ -38,13 +39,17 @@ class ImageText:
 
     Attributes:
         soft: ids that stand for images, frames and sounds: each has the embedding of `padding`.
+        image: the one of them that stands for images.
         padding: the id of the token that pads.
-        modules: of tensors beside the text model's, which exports take from the folder.
+        modules: of tensors that are no parameters, which exports take from the folder.
+        both_ways: whether an image's tokens attend to each other both ways in sliding layers.
     """
 
     soft: tuple[int, ...]
+    image: int | None
     padding: int
     modules: tuple[str, ...]
+    both_ways: bool
 
 
 def text_part(document: Mapping[str, Any], source: str) -> tuple[dict[str, Any], ImageText]:
@@ -76,11 +81,13 @@ def text_part(document: Mapping[str, Any], source: str) -> tuple[dict[str, Any],
     # The reference takes these of the whole file.
     own = {"tie_word_embeddings": document.get("tie_word_embeddings", True)}
     own |= {key: document[key] for key in ("quantization_config",) if key in document}
-    ids = (document.get(key, usual) for key, usual in zip(_SOFT, _SOFT_DEFAULTS, strict=True))
+    ids = [document.get(key, usual) for key, usual in zip(_SOFT, _SOFT_DEFAULTS, strict=True)]
     return {**text, "model_type": family, **own}, ImageText(
         soft=tuple(each for each in ids if each is not None),
+        image=ids[0],
         padding=text.get("pad_token_id") or 0,
         modules=tuple(m for key, modules in _MODULES.items() if document.get(key) for m in modules),
+        both_ways=text.get("use_bidirectional_attention") == "vision",
     )
 
 

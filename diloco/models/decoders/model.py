@@ -28,6 +28,7 @@ from diloco.models.decoders.attention import Kind, by_kind, make_attention
 from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.experts import Load, mixed
 from diloco.models.decoders.groups import FED, SLIDES, Block, Group, KeysAndValues, scan_layers
+from diloco.models.decoders.image_text import ImageText
 from diloco.models.decoders.rope import Rope
 from diloco.models.decoders.tensors import BIAS, table
 
@@ -72,7 +73,19 @@ class Forward(NamedTuple):
     load: Load | None
 
 
-class _Turns(NamedTuple):
+class SoftTokens(NamedTuple):
+    """Embeddings of images, which stand in place of their tokens.
+
+    Attributes:
+        rows: those of a row's images, S for each, in order, [B, I * S, D].
+        counts: the number of tokens of each image, its first of S embeddings, int [B, I].
+    """
+
+    rows: jax.Array
+    counts: jax.Array
+
+
+class Turns(NamedTuple):
     """Cosines and sines of the rotation at each position for one kind of layer, [B, L, K/2]."""
 
     cos: jax.Array
@@ -95,7 +108,9 @@ def _initial(config: DecoderConfig, name: str, shape: tuple[int, ...], key: jax.
         return jnp.zeros(shape) if config.offset_norms else jnp.ones(shape)
     if last.endswith(BIAS):
         return jnp.zeros(shape)
-    if last in ("scale", "router_scale", "router_gain"):
+    if last.endswith(("_min", "_max")):
+        return jnp.full(shape, -jnp.inf if last.endswith("_min") else jnp.inf)
+    if last in ("scale", "router_scale", "router_gain", "std_scale"):
         return jnp.ones(shape)
     if name in ("embed", "head", "fed_embed"):
         return jax.random.normal(key, shape) * EMBED_STD
@@ -156,6 +171,7 @@ def forward(
     compute: Compute = DEFAULT,
     product: Product = plain_product,
     beside: Params = None,
+    images: SoftTokens | None = None,
 ) -> Forward:
     """Run tokens through all blocks.
 
@@ -167,39 +183,70 @@ def forward(
         compute: the way of computing.
         product: of a matrix of a layer, which may have an adapter beside it.
         beside: the adapters' parameters.
+        images: embeddings of the images whose tokens stand in the rows.
 
     Raises:
         TaskError: rows are longer than the decoder's rotary positions can be told for.
     """
     _check_length(config, tokens_BxL.shape[1])
-    x_BxLxD, fed_NxBxLxP = _embedded(config, params, tokens_BxL, compute)
+    x_BxLxD, fed_NxBxLxP = _embedded(config, params, tokens_BxL, compute, images)
     if segments_BxL is None:
         segments_BxL = jnp.ones_like(tokens_BxL)
-    positions_BxL = _positions(segments_BxL)
+    positions_BxL, blocks_BxL = _positions(segments_BxL), None
+    if images is not None and config.image_text is not None and config.image_text.both_ways:
+        blocks_BxL = _runs(_marked(config.image_text, tokens_BxL))
 
     def block_of(group: Group) -> Block:
         own = group.config
         near, full = _seen(own, positions_BxL)
-        attend = make_attention(own, segments_BxL, compute.attention)
+        attend = make_attention(own, segments_BxL, compute.attention, blocks_BxL)
 
         def block(x_BxLxD: jax.Array, layer: Any, taken: KeysAndValues | None) -> Any:
             turns = by_kind(own, layer[SLIDES], near, full)
             told = partial(attend, layer[SLIDES])
-            x_BxLxD, kept, load = _block(own, x_BxLxD, layer, turns, told, product, taken)
+            x_BxLxD, kept, load = layer_of(own, x_BxLxD, layer, (turns,), told, product, taken)
             return x_BxLxD, kept if group.keeps else None, load
 
         return jax.checkpoint(block, prevent_cse=False) if compute.remat else block
 
     layers = {**params["layers"], **(beside or {})}
     x_BxLxD, load = scan_layers(config, layers, x_BxLxD, fed_NxBxLxP, block_of)
-    return Forward(_norm(config, x_BxLxD, params["norm"]), load)
+    return Forward(norm(config, x_BxLxD, params["norm"]), load)
+
+
+def _marked(whole: ImageText, tokens_BxL: jax.Array) -> jax.Array:
+    """Marks the tokens that stand for images."""
+    assert whole.image is not None
+    return jnp.equal(tokens_BxL, whole.image)
+
+
+def _runs(marked_BxL: jax.Array) -> jax.Array:
+    """Numbers the runs of marks in each row from 1 on, int [B, L]; 0 where there is no mark."""
+    begins_BxL = marked_BxL & ~jnp.pad(marked_BxL, ((0, 0), (1, 0)))[:, :-1]
+    return jnp.where(marked_BxL, jnp.cumsum(begins_BxL, axis=1), 0)
+
+
+def _in_place(images: SoftTokens, marked_BxL: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
+    """Puts the embeddings of images where their tokens stand, in order."""
+    ends_BxI = jnp.cumsum(images.counts, axis=1)
+    unused_BxI = images.rows.shape[1] // images.counts.shape[1] - images.counts
+    ordinal_BxL = jnp.cumsum(marked_BxL, axis=1) - 1
+    passed_BxLxI = ordinal_BxL[..., None] >= ends_BxI[:, None]
+    place_BxL = ordinal_BxL + jnp.sum(passed_BxLxI * unused_BxI[:, None], axis=-1)
+    place_BxL = jnp.where(marked_BxL, place_BxL, 0)
+    rows_BxLxD = jnp.take_along_axis(images.rows, place_BxL[..., None], axis=1, mode="clip")
+    return jnp.where(marked_BxL[..., None], rows_BxLxD.astype(x_BxLxD.dtype), x_BxLxD)
 
 
 def _embedded(
-    config: DecoderConfig, params: Params, tokens_BxL: jax.Array, compute: Compute
+    config: DecoderConfig,
+    params: Params,
+    tokens_BxL: jax.Array,
+    compute: Compute,
+    images: SoftTokens | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the first layer's input, and the input that each layer has besides, or None."""
-    whole, soft_BxLx1 = config.image_text, None
+    whole, soft_BxLx1, given_BxL = config.image_text, None, tokens_BxL
     if whole is not None:
         soft_BxLx1 = jnp.isin(tokens_BxL, jnp.asarray(whole.soft))[..., None]
         tokens_BxL = jnp.where(soft_BxLx1[..., 0], whole.padding, tokens_BxL)
@@ -214,6 +261,9 @@ def _embedded(
     x_BxLxD = rows("embed")
     if config.scaled_embeddings:
         x_BxLxD = x_BxLxD * jnp.asarray(config.width**0.5, compute.dtype)
+    if images is not None:
+        assert whole is not None
+        x_BxLxD = _in_place(images, _marked(whole, given_BxL), x_BxLxD)
     x_BxLxD = constrain(x_BxLxD, ROWS)
     return x_BxLxD, _fed(config, params, rows, x_BxLxD)
 
@@ -228,7 +278,7 @@ def _fed(
     rows_BxLxNxP = rows("fed_embed").reshape(shape)
     rows_BxLxNxP = rows_BxLxNxP * jnp.asarray(config.fed_width**0.5, x_BxLxD.dtype)
     told_BxLxNxP = (x_BxLxD @ params["fed_matrix"].astype(x_BxLxD.dtype)).reshape(shape)
-    told_BxLxNxP = _norm(config, told_BxLxNxP * config.width**-0.5, params["fed_norm"])
+    told_BxLxNxP = norm(config, told_BxLxNxP * config.width**-0.5, params["fed_norm"])
     return jnp.moveaxis((told_BxLxNxP + rows_BxLxNxP) * 2**-0.5, 2, 0)
 
 
@@ -241,13 +291,13 @@ def _check_length(config: DecoderConfig, length: int) -> None:
         )
 
 
-def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[_Turns, _Turns]:
+def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[Turns, Turns]:
     """Returns rotations for sliding and for full layers; the same twice if there is one kind."""
     full = near = None
     if not all(config.sliding):
-        full = _turns(config.rope, config, positions_BxL)
+        full = turns_of(config.rope, config.head_width, positions_BxL)
     if any(config.sliding):
-        near = _turns(config.local_rope, config, positions_BxL)
+        near = turns_of(config.local_rope, config.head_width, positions_BxL)
     found = [each for each in (near, full) if each is not None]
     return found[0], found[-1]
 
@@ -260,37 +310,48 @@ def _positions(segments_BxL: jax.Array) -> jax.Array:
     return place_BxL - first_BxL
 
 
-def _turns(rope: Rope, config: DecoderConfig, positions_BxL: jax.Array) -> _Turns:
-    frequencies_K2 = rope.frequencies(config.head_width)
+def turns_of(rope: Rope, width: int, positions_BxL: jax.Array) -> Turns:
+    """Returns the rotation of `width` numbers of a head at each position."""
+    frequencies_K2 = rope.frequencies(width)
     angles_BxLxK2 = positions_BxL[..., None].astype(jnp.float32) * frequencies_K2
-    return _Turns(rope.amplitude * jnp.cos(angles_BxLxK2), rope.amplitude * jnp.sin(angles_BxLxK2))
+    return Turns(rope.amplitude * jnp.cos(angles_BxLxK2), rope.amplitude * jnp.sin(angles_BxLxK2))
 
 
-def _block(
+def layer_of(
     config: DecoderConfig,
     x_BxLxD: jax.Array,
     layer: Mapping[str, jax.Array],
-    turns: _Turns,
+    turns: tuple[Turns, ...],
     attend: Callable[..., jax.Array],
     product: Product,
     taken: KeysAndValues | None,
 ) -> tuple[jax.Array, KeysAndValues, Load | None]:
-    """Computes one layer; returns its output, keys and values, and its experts' load."""
-    given_BxLxD = _norm(config, x_BxLxD, layer["attn_norm"])
+    """Computes one layer; returns its output, keys and values, and its experts' load.
+
+    Args:
+        config: of a decoder whose layers are all alike.
+        x_BxLxD: the layer's input.
+        layer: its tensors.
+        turns: rotations of heads, each of an equal part of a head.
+        attend: (queries, keys, values) -> their attention.
+        product: multiplies by a matrix of the layer.
+        taken: another layer's keys and values, if it uses such.
+    """
+    given_BxLxD = norm(config, x_BxLxD, layer["attn_norm"])
     q_BxLxHxK, *own = _heads(config, given_BxLxD, layer, turns, product, taken)
     y_BxLxHxK = attend(q_BxLxHxK, *own)
     told_BxLxD = product("o", y_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1), layer)
     if config.post_norms:
-        told_BxLxD = _norm(config, told_BxLxD, layer["attn_post_norm"])
+        told_BxLxD = norm(config, told_BxLxD, layer["attn_post_norm"])
     x_BxLxD = constrain(x_BxLxD + told_BxLxD, ROWS)
     told_BxLxD, load = _told_each(config, x_BxLxD, layer, product)
     if config.post_norms:
-        told_BxLxD = _norm(config, told_BxLxD, layer["mlp_post_norm"])
+        told_BxLxD = norm(config, told_BxLxD, layer["mlp_post_norm"])
     x_BxLxD = constrain(x_BxLxD + told_BxLxD, ROWS)
     if config.fed_width:
         gate = _GATES[config.activation](product("fed_gate", x_BxLxD, layer))
         told_BxLxD = product("fed_up", gate * layer[FED], layer)
-        x_BxLxD = x_BxLxD + _norm(config, told_BxLxD, layer["fed_post_norm"])
+        x_BxLxD = x_BxLxD + norm(config, told_BxLxD, layer["fed_post_norm"])
     if config.scaled_layers:
         x_BxLxD = x_BxLxD * jax.lax.stop_gradient(layer["scale"]).astype(x_BxLxD.dtype)
     return x_BxLxD, (own[0], own[1]), load
@@ -300,7 +361,7 @@ def _heads(
     config: DecoderConfig,
     x_BxLxD: jax.Array,
     layer: Mapping[str, jax.Array],
-    turns: _Turns,
+    turns: tuple[Turns, ...],
     product: Product,
     taken: KeysAndValues | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -311,7 +372,7 @@ def _heads(
         return rows_BxLxHK.reshape(*x_BxLxD.shape[:2], -1, config.head_width)
 
     def normed(rows_BxLxHxK: jax.Array, name: str) -> jax.Array:
-        return _norm(config, rows_BxLxHxK, layer[name]) if config.head_norms else rows_BxLxHxK
+        return norm(config, rows_BxLxHxK, layer[name]) if config.head_norms else rows_BxLxHxK
 
     q_BxLxHxK = _rotate(normed(heads("q"), "q_norm"), turns)
     if config.takes_keys:
@@ -320,11 +381,19 @@ def _heads(
     k_BxLxGxK = heads("k")
     v_BxLxGxK = k_BxLxGxK if config.keys_are_values else heads("v")
     if config.value_norms:
-        v_BxLxGxK = _norm(config, v_BxLxGxK)
+        v_BxLxGxK = norm(config, v_BxLxGxK)
     return q_BxLxHxK, _rotate(normed(k_BxLxGxK, "k_norm"), turns), v_BxLxGxK
 
 
-def _rotate(x_BxLxHxK: jax.Array, turns: _Turns) -> jax.Array:
+def _rotate(x_BxLxHxK: jax.Array, turns: tuple[Turns, ...]) -> jax.Array:
+    """Rotates heads; with several rotations, each an equal part of a head."""
+    if len(turns) == 1:
+        return _turned(x_BxLxHxK, turns[0])
+    parts = jnp.split(x_BxLxHxK, len(turns), axis=-1)
+    return jnp.concatenate([_turned(*each) for each in zip(parts, turns, strict=True)], axis=-1)
+
+
+def _turned(x_BxLxHxK: jax.Array, turns: Turns) -> jax.Array:
     """Rotates each pair (x[i], x[i + K/2]) of every head by its position's angle."""
     cos_BxLx1xK2 = turns.cos[:, :, None].astype(x_BxLxHxK.dtype)
     sin_BxLx1xK2 = turns.sin[:, :, None].astype(x_BxLxHxK.dtype)
@@ -337,19 +406,19 @@ def _told_each(
     config: DecoderConfig, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array], product: Product
 ) -> tuple[jax.Array, Load | None]:
     """Returns the sum of the outputs of MLP and experts, of those that there are; and the load."""
-    given_BxLxD = _norm(config, x_BxLxD, layer["mlp_norm"])
+    given_BxLxD = norm(config, x_BxLxD, layer["mlp_norm"])
     if config.experts is None:
         return _mlp(config, given_BxLxD, layer, product), None
     gate = _GATES[config.activation]
     if not config.experts.beside:
         return mixed(config.experts, gate, given_BxLxD, layer)
     dense_BxLxD = _mlp(config, given_BxLxD, layer, product)
-    given_BxLxD = _norm(config, x_BxLxD, layer["experts_norm"])
+    given_BxLxD = norm(config, x_BxLxD, layer["experts_norm"])
     scale_D = layer["router_scale"].astype(x_BxLxD.dtype) * config.width**-0.5
-    routed_BxLxD = _norm(config, x_BxLxD) * scale_D
+    routed_BxLxD = norm(config, x_BxLxD) * scale_D
     told_BxLxD, load = mixed(config.experts, gate, given_BxLxD, layer, routed_BxLxD)
-    told_BxLxD = _norm(config, told_BxLxD, layer["experts_post_norm"])
-    return _norm(config, dense_BxLxD, layer["dense_post_norm"]) + told_BxLxD, load
+    told_BxLxD = norm(config, told_BxLxD, layer["experts_post_norm"])
+    return norm(config, dense_BxLxD, layer["dense_post_norm"]) + told_BxLxD, load
 
 
 def _mlp(
@@ -360,9 +429,9 @@ def _mlp(
     return product("down", constrain(h_BxLxF, ROWS, None, "tensor"), layer)
 
 
-def _norm(config: DecoderConfig, x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
-    """Divides `x` by its root mean square along the last axis, in float32; returns x's dtype."""
-    x32 = x.astype(jnp.float32)
+def norm(config: DecoderConfig, x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
+    """Divides `x` by its root mean square along the last axis; float32 at least within."""
+    x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     root = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
     if weight is None:
         return (x32 * root).astype(x.dtype)

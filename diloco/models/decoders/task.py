@@ -11,7 +11,6 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 from pydantic import Field
 
@@ -36,7 +35,7 @@ from diloco.learner.tensors.mesh import by_kind_of_axis
 from diloco.learner.tensors.optimizer import Matrices, Optimizer, direction_by, warmup_cosine
 from diloco.models.chosen import Chosen, Patterns
 from diloco.models.decoders.attention import Kind
-from diloco.models.decoders.config import DecoderConfig, read_config
+from diloco.models.decoders.config import DecoderConfig, read_config, read_document
 from diloco.models.decoders.experts import Load
 from diloco.models.decoders.files import Adapters, HuggingFace, Lying, read_base
 from diloco.models.decoders.lora import (
@@ -56,8 +55,23 @@ from diloco.models.decoders.lora import (
 )
 from diloco.models.decoders.model import Compute, forward, head_of, init_params, token_losses
 from diloco.models.decoders.sizes import SIZES, size_named
-from diloco.models.decoders.tensors import LAYERS, active, multiplied, operations, table
+from diloco.models.decoders.tensors import (
+    LAYERS,
+    TOWER,
+    active,
+    buffers_of,
+    multiplied,
+    operations,
+    table,
+)
 from diloco.models.decoders.tokens import Data, TokenFolders
+from diloco.models.decoders.vision import (
+    ImageOptions,
+    Pictured,
+    check_images,
+    soft_tokens,
+    with_tower,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +101,7 @@ class _Rows:
         )
 
     @functools.cached_property
-    def unseen(self) -> list[np.ndarray]:
+    def unseen(self) -> list[Batch]:
         return self.folders.held_out(self.held_out)
 
     def batches(self, learner: str, position: int) -> Iterator[Batch]:
@@ -133,7 +147,8 @@ def build(
     fresh: bool = False,
     lora: LoraOptions | None = None,
     trained: Patterns = ("*",),
-    frozen: Patterns = (),
+    frozen: Patterns | None = None,
+    images: ImageOptions | None = None,
 ) -> Task:
     """Train a decoder of people's checkpoints on tokens; losses are nats per token.
 
@@ -169,21 +184,29 @@ def build(
             folder's parameters, which each learner reads for itself. None: no adapters.
         trained: patterns of the tensors that are trained, and travel, such as "*/expert_*".
         frozen: patterns of tensors not to train among `trained`, such as "*/router*"; what is not
-            trained is kept in `dtype`.
+            trained is kept in `dtype`. None: with images the vision tower, "tower/*"; else none.
+        images: {row = 1, patches = 2520}: the most images of a row, and patches of an image, of a
+            folder of rows with images. None: rows are text alone, and towers are no parameters.
 
     Raises:
         ConfigError: the folder's configuration is missing, or is not honoured.
         TaskError: an option has a wrong type or value.
     """
     source = None if model in SIZES else Path(model)
-    config = size_named(model) if source is None else read_config(source)
+    config = _config_of(model, source, images)
     compute = Compute(dtype, remat, attention)
     adapters = read_lora(lora, config)
-    chosen = _chosen(config, adapters, Chosen(trained, frozen))
+    chosen = _chosen(config, adapters, trained, frozen)
     stored = source is None or fresh
 
     look = functools.partial(
-        TokenFolders, data, length=length, vocab=config.vocab, model=source, digests=digests
+        TokenFolders,
+        data,
+        length=length,
+        vocab=config.vocab,
+        model=source,
+        digests=digests,
+        images=None if images is None else (images, config),
     )
     rows = _Rows(look, seed, batch, shares, workers, held_out=eval_batches * batch)
 
@@ -191,11 +214,11 @@ def build(
         found = rows.folders.end if end is None else end
         return None if found == -1 else found
 
-    def sums_of(params: Params, windows_BxL1: Any, key: jax.Array | None = None) -> LossSums:
+    def sums_of(params: Params, batch: Batch, key: jax.Array | None = None) -> LossSums:
         whole = params if chosen is None else joined(params.trained, params.frozen)
         base, beside = with_adapters(adapters, whole, key)
         told: dict[str, Any] = {"compute": compute, "end": last(), "beside": beside}
-        return loss_sums(config, base, windows_BxL1, **told)
+        return loss_sums(config, base, batch, **told)
 
     sums_of_row = jax.jit(sums_of)
 
@@ -210,8 +233,8 @@ def build(
 
     return Task(
         init=functools.partial(_init, config, adapters, chosen, dtype),
-        loss=lambda params, windows, key: _trained_on(config, sums_of(params, windows, key)),
-        weigh=lambda windows: jnp.sum(learned_of(windows, last())),
+        loss=lambda params, batch, key: _trained_on(config, sums_of(params, batch, key)),
+        weigh=lambda batch: jnp.sum(learned_of(_windows_of(batch), last())),
         batches=rows.batches,
         rows=rows.rows,
         evaluate=evaluate,
@@ -246,8 +269,25 @@ def build(
     )
 
 
-def _chosen(config: DecoderConfig, adapters: Lora | None, chosen: Chosen) -> Chosen | None:
+def _config_of(model: str, source: Path | None, images: ImageOptions | None) -> DecoderConfig:
+    """Returns the decoder's configuration; with the vision tower where there are images."""
+    config = size_named(model) if source is None else read_config(source)
+    if images is None:
+        return config
+    document = SIZES[model] if source is None else read_document(source)
+    config = with_tower(config, document, repr(model))
+    assert config.tower is not None
+    check_images(config.tower, images)
+    return config
+
+
+def _chosen(
+    config: DecoderConfig, adapters: Lora | None, trained: Patterns, frozen: Patterns | None
+) -> Chosen | None:
     """Returns the choice of tensors to train; None: all, or adapters alone."""
+    if frozen is None:
+        frozen = () if config.tower is None else (f"{TOWER}*",)
+    chosen = Chosen(trained, (*frozen, *buffers_of(config)))
     if chosen == Chosen(("*",), ()):
         return None
     if adapters is not None:
@@ -361,6 +401,10 @@ class LossSums(NamedTuple):
         return self.losses / jnp.maximum(1, self.learned)
 
 
+def _windows_of(batch: Batch) -> Any:
+    return batch.windows if isinstance(batch, Pictured) else batch
+
+
 def learned_of(windows_BxL1: Any, end: int | None) -> jax.Array:
     """Returns which of a window's L predictions are trained on, bool[B, L]."""
     # Nothing is predicted from a document's end: what follows is of the next.
@@ -378,13 +422,26 @@ def tokens_of(windows_BxL1: Any) -> jax.Array:
 def loss_sums(
     config: DecoderConfig,
     params: Params,
-    windows_BxL1: Any,
+    batch: Batch,
     *,
     compute: Compute,
     end: int | None,
     beside: AdapterParams = ALONE,
 ) -> LossSums:
-    """The loss of windows, int[B, L + 1], of which ~t is a token t that is not trained on."""
+    """The loss of a batch.
+
+    Args:
+        config: of the decoder.
+        params: its parameters.
+        batch: windows, int[B, L + 1], of which ~t is a token t that is not trained on; or
+            `Pictured`.
+        compute: options of the computation.
+        end: the token that ends a document; None: each row is one.
+        beside: the adapters.
+    """
+    windows_BxL1, images = _windows_of(batch), None
+    if isinstance(batch, Pictured):
+        images = soft_tokens(config, params, batch, compute)
     ids_BxL1, learned_BxL = tokens_of(windows_BxL1), learned_of(windows_BxL1, end)
     tokens_BxL, targets_BxL = ids_BxL1[:, :-1], ids_BxL1[:, 1:]
     segments_BxL = None
@@ -392,7 +449,7 @@ def loss_sums(
         ended_BxL = tokens_BxL == end
         # A document's end is of the document; what follows it is of the next.
         segments_BxL = 1 + jnp.cumsum(ended_BxL, axis=1) - ended_BxL
-    told = {"compute": compute, **beside._asdict()}
+    told = {"compute": compute, "images": images, **beside._asdict()}
     hidden_BxLxD, load = forward(config, params, tokens_BxL, segments_BxL, **told)
     head_VxD = head_of(config, params)
     losses_BxL = token_losses(config, head_VxD, hidden_BxLxD, targets_BxL, compute=compute)
@@ -402,7 +459,7 @@ def loss_sums(
 
 def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
     """The matrices that Muon orthogonalizes: each layer's, and each expert's."""
-    if not name.startswith(LAYERS) or len(shape) < 3:
+    if not name.removeprefix(TOWER).startswith(LAYERS) or len(shape) < 3:
         return None
     return Matrices(shape, inputs=(len(shape) - 2,), outputs=(len(shape) - 1,))
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,7 +13,13 @@ from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.families import FAMILY_FILES
 from diloco.models.decoders.groups import Group, attended, groups_of
 
+if TYPE_CHECKING:
+    from diloco.models.decoders.vision import Tower
+
 LAYERS = "layers/"
+TOWER = "tower/"  # of the vision tower's tensors
+# The bounds of a product of the vision tower, in the order in which they are used.
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 BIAS = "_bias"  # suffix of the matrix's name
 
 
@@ -86,11 +93,55 @@ def table(config: DecoderConfig) -> dict[str, TensorEntry]:
         entries += _layer(group)
     if not config.tied:
         entries.append(_whole("head", "lm_head.weight", (V, D), ("vocab", "width")))
+    if config.tower is not None:
+        entries += _tower(config.tower, D)
     return {entry.name: entry for entry in entries}
+
+
+def buffers_of(config: DecoderConfig) -> tuple[str, ...]:
+    """Returns the names of the vision tower's tensors that nothing trains."""
+    ends = (*BOUNDS, "std_bias", "std_scale")
+    return tuple(name for name in table(config) if name.startswith(TOWER) and name.endswith(ends))
+
+
+def _tower(tower: "Tower", D: int) -> list[TensorEntry]:
+    """Returns the tensors of the vision tower, and of the matrix that makes embeddings of it."""
+    E, module = tower.blocks.width, "model.vision_tower."
+    patches = f"{module}patch_embedder."
+    place = ("one", "one", "width")
+    entries = [
+        _turned("embed", f"{patches}input_proj.weight", (tower.patch_width, E)),
+        _whole("positions", f"{patches}position_embedding_table", (2, tower.places, E), place),
+        _turned("projection", "model.embed_vision.embedding_projection.weight", (E, D)),
+    ]
+    if tower.standardized:
+        names = ("std_bias", "std_scale")
+        entries += [_whole(name, module + name, (E,), ("width",)) for name in names]
+    for entry in _layer(groups_of(tower.blocks)[""]):
+        source = entry.checkpoint_name.replace("model.", f"{module}encoder.")
+        matrix = source.removesuffix("proj.weight")
+        if matrix == source:
+            entries.append(dataclasses.replace(entry, checkpoint_name=source))
+            continue
+        entries.append(dataclasses.replace(entry, checkpoint_name=f"{matrix}proj.linear.weight"))
+        for bound in BOUNDS if tower.clipped else ():
+            entries.append(
+                dataclasses.replace(
+                    entry,
+                    name=f"{entry.name}_{bound}",
+                    checkpoint_name=f"{matrix}proj.{bound}",
+                    shape=entry.shape[:1],
+                    transposed=False,
+                    axes=("layers",),
+                )
+            )
+    return [dataclasses.replace(entry, name=TOWER + entry.name) for entry in entries]
 
 
 def multiplied(config: DecoderConfig, counts: Callable[[str], bool] = lambda _name: True) -> int:
     """Returns the number of matrix parameters that a token is multiplied with, head included.
+
+    A vision tower's are not counted: its patches are no tokens.
 
     Args:
         config: of the decoder.
@@ -100,7 +151,7 @@ def multiplied(config: DecoderConfig, counts: Callable[[str], bool] = lambda _na
     return sum(
         _used(config, entry)
         for name, entry in table(config).items()
-        if counts(name) and (entry.transposed or name == head)
+        if counts(name) and (entry.transposed or name == head) and not name.startswith(TOWER)
     )
 
 
@@ -149,10 +200,7 @@ def _fed(config: DecoderConfig) -> list[TensorEntry]:
     axes = ("vocab", "width")
     return [
         _whole("fed_embed", f"model.{table_name}.weight", (config.fed_vocab, every), axes),
-        dataclasses.replace(
-            _whole("fed_matrix", f"model.{projection}.weight", (D, every), ("width", "heads")),
-            transposed=True,
-        ),
+        _turned("fed_matrix", f"model.{projection}.weight", (D, every)),
         _whole("fed_norm", "model.per_layer_projection_norm.weight", (P,), ("head",)),
     ]
 
@@ -230,6 +278,11 @@ def _norms(config: DecoderConfig) -> list[tuple[str, str]]:
 
 def _whole(name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> TensorEntry:
     return TensorEntry(name=name, checkpoint_name=source, shape=shape, transposed=False, axes=axes)
+
+
+def _turned(name: str, source: str, shape: tuple[int, ...]) -> TensorEntry:
+    entry = _whole(name, source, shape, ("width", "heads"))
+    return dataclasses.replace(entry, transposed=True)
 
 
 def _stacked(

@@ -91,9 +91,12 @@ def files_of(folder: Path, side: str) -> list[Path]:
     """
     found = sorted(folder.glob(f"{side}*.npy"))
     if not found:
+        pictured = any(folder.glob(f"{side}*.npz"))
         raise TaskError(
             f"data={str(folder)!r} has no {side}*.npy (seen from {Path.cwd()})",
-            hint="make it with diloco data prepare: docs/data.md",
+            hint="its rows with images need the option images: docs/models.md"
+            if pictured
+            else "make it with diloco data prepare: docs/data.md",
         )
     return found
 

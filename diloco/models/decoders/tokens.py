@@ -8,8 +8,9 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import jax
 import numpy as np
 from pydantic import Discriminator, Field, Tag
 
@@ -23,7 +24,10 @@ from diloco.models.data.manifest import (
     rules_digest,
 )
 from diloco.models.data.weighted_sources import WeightedSources
+from diloco.models.decoders.config import DecoderConfig
+from diloco.models.decoders.image_rows import ImageRows, TextRows
 from diloco.models.decoders.token_windows import TokenWindows, files_of
+from diloco.models.decoders.vision import ImageOptions
 
 if TYPE_CHECKING:
     import grain
@@ -48,6 +52,8 @@ class TokenFolders:
         vocab: size of the model's vocabulary.
         model: the model's folder; if it has a tokenizer, the tokens must be from the same one.
         digests: SHA-256 of each folder's manifest, in any order; empty: any data.
+        images: images of a row, and the decoder with a vision tower that they are for; None: rows
+            are text alone.
 
     Raises:
         DataError: a folder is missing, incomplete, or not made for this model or mixture.
@@ -61,7 +67,9 @@ class TokenFolders:
         vocab: int,
         model: Path | None = None,
         digests: Sequence[str] = (),
+        images: tuple[ImageOptions, DecoderConfig] | None = None,
     ) -> None:
+        self._images = images
         # Sorted, since learners must agree, and keys in a file have no order.
         given = {data: 1.0} if isinstance(data, str) else dict(sorted(data.items()))
         self._folders = [Path(name) for name in given]
@@ -83,11 +91,11 @@ class TokenFolders:
         ends = {manifest.end for manifest in self._manifests if manifest is not None}
         return ends.pop() if len(ends) == 1 else None
 
-    def train(self, seed: int) -> "grain.MapDataset[np.ndarray]":
-        """Returns the training windows as a dataset of one epoch."""
+    def train(self, seed: int) -> "grain.MapDataset[Any]":
+        """Returns the training rows as a dataset of one epoch: windows, or a `Pictured` each."""
         import grain
 
-        sources = [grain.MapDataset.source(self._windows(i, "train")) for i in self._numbers()]
+        sources = [grain.MapDataset.source(self._rows(i, "train")) for i in self._numbers()]
         if len(sources) == 1:
             return sources[0]
         # Each source is shuffled by itself, so that an epoch mixes all its parts.
@@ -97,15 +105,24 @@ class TokenFolders:
         ]
         return grain.MapDataset.select_from_datasets(shuffled, self._mixture(sources))
 
-    def held_out(self, rows: int) -> list[np.ndarray]:
-        """Returns held-out rows, int32[1, L + 1] each, evenly spread; always the same ones."""
-        found: list[np.ndarray] = []
+    def held_out(self, rows: int) -> list[Any]:
+        """Returns batches of one held-out row each, evenly spread; always the same ones."""
+        found: list[Any] = []
         for number, weight in zip(self._numbers(), self._weights, strict=True):
-            windows = self._windows(number, "held_out")
-            wanted = min(len(windows), max(1, round(rows * weight)))
-            places = np.linspace(0, len(windows) - 1, wanted).astype(int)
-            found += [windows[int(place)][None] for place in places]
+            there = self._rows(number, "held_out")
+            wanted = min(len(there), max(1, round(rows * weight)))
+            places = np.linspace(0, len(there) - 1, wanted).astype(int)
+            found += [jax.tree.map(lambda one: one[None], there[int(place)]) for place in places]
         return found
+
+    def _rows(self, number: int, side: Side) -> ImageRows | TextRows | TokenWindows:
+        if self._images is None:
+            return self._windows(number, side)
+        images, config = self._images
+        assert config.tower is not None
+        if paths := sorted(self._folders[number].glob(f"{side}*.npz")):
+            return ImageRows(paths, length=self._length, config=config, images=images)
+        return TextRows(self._windows(number, side), images, config.tower.patch_width)
 
     def _numbers(self) -> range:
         return range(len(self._folders))
@@ -132,7 +149,7 @@ class TokenFolders:
             )
         return windows
 
-    def _mixture(self, sources: "Sequence[grain.MapDataset[np.ndarray]]") -> WeightedSources:
+    def _mixture(self, sources: "Sequence[grain.MapDataset[Any]]") -> WeightedSources:
         try:
             return WeightedSources([len(source) for source in sources], self._weights)
         except ValueError as error:

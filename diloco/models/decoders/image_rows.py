@@ -1,0 +1,229 @@
+"""Rows of text with images: one file for each, such as `np.savez` writes of a processor's output.
+
+A folder has `train*.npz` and `held_out*.npz`. Shapes: as in `vision`; n images of a file.
+"""
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from diloco.common.protocol.errors import TaskError
+from diloco.models.decoders.config import DecoderConfig
+from diloco.models.decoders.token_windows import TokenWindows
+from diloco.models.decoders.vision import ImageOptions, Pictured, tokens_of_image
+
+NEEDED = ("input_ids",)
+# `labels` are the tokens, and IGNORED where a token is not trained on.
+OPTIONAL = ("labels", "attention_mask", "pixel_values", "image_position_ids")
+# They follow from the others.
+FOLLOWING = ("token_type_ids", "mm_token_type_ids", "num_soft_tokens_per_image")
+IGNORED = -100
+# Rounding, and resizing of images, may leave the pixels' range a little.
+LEAST_PIXEL, LARGEST_PIXEL = -0.5, 1.5
+
+
+class ImageRows:
+    """A source of examples for grain: a `Pictured` each, without the axis of rows.
+
+    Args:
+        paths: the files.
+        length: positions that a row predicts, L; shorter rows are padded.
+        config: of a decoder with a vision tower.
+        images: images and patches of a row.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], *, length: int, config: DecoderConfig, images: ImageOptions
+    ) -> None:
+        assert config.image_text is not None
+        assert config.tower is not None
+        self._paths, self._length, self._images = tuple(paths), length, images
+        self._vocab, self._text, self._tower = config.vocab, config.image_text, config.tower
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> Pictured:
+        path = self._paths[index]
+        arrays = _arrays(path)
+        window = self._window(path, arrays)
+        patches, positions, tokens = self._patches(path, arrays)
+        marked = int((np.where(window < 0, ~window, window) == self._text.image).sum())
+        if marked != tokens:
+            raise _refused(
+                path,
+                f"has {marked} tokens {self._text.image}, which stand for images, but its patches"
+                f" are of {tokens}",
+                "save what the model's own processor gives for text and images together",
+            )
+        return Pictured(window, patches, positions)
+
+    def _window(self, path: Path, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Returns the row's tokens, padded, int32 [L + 1]."""
+        tokens = _integers(path, "input_ids", arrays["input_ids"])
+        kept = np.ones(tokens.shape, bool)
+        labels = tokens
+        if "attention_mask" in arrays:
+            kept = _integers(path, "attention_mask", arrays["attention_mask"], tokens) != 0
+        if "labels" in arrays:
+            labels = _integers(path, "labels", arrays["labels"], tokens)
+        tokens, labels = tokens[kept], labels[kept]
+        if len(tokens) > self._length + 1:
+            raise _refused(
+                path,
+                f"has {len(tokens)} tokens, but rows have {self._length + 1}",
+                "raise the option length, or make images and texts smaller",
+            )
+        self._check_tokens(path, tokens, labels)
+        # A token that stands for an image is told to the model, which does not predict it.
+        unlearned = (labels == IGNORED) | (tokens == self._text.image)
+        window = np.full(self._length + 1, ~self._text.padding, np.int32)
+        window[: len(tokens)] = np.where(unlearned, ~tokens, tokens)
+        return window
+
+    def _check_tokens(self, path: Path, tokens: np.ndarray, labels: np.ndarray) -> None:
+        others = [each for each in self._text.soft if each != self._text.image]
+        if (strange := tokens[np.isin(tokens, others)]).size:
+            raise _refused(
+                path,
+                f"has a token {strange[0]}, which stands for a sound or a frame: of these no tower"
+                " is trained",
+                "leave out rows with sounds and videos",
+            )
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab:
+            raise _refused(
+                path,
+                f"has tokens from {tokens.min()} to {tokens.max()}, but the model has"
+                f" {self._vocab}",
+                "make the files with the model's own processor",
+            )
+        if ((labels != tokens) & (labels != IGNORED)).any():
+            raise _refused(
+                path,
+                f"has labels that are neither input_ids nor {IGNORED}",
+                f"labels are the tokens themselves, and {IGNORED} where none is trained on",
+            )
+
+    def _patches(
+        self, path: Path, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """Returns patches [I, P, W], positions [I, P, 2], and the number of the images' tokens."""
+        images, tower = self._images, self._tower
+        patches, positions = no_images(images, tower.patch_width)
+        if ("pixel_values" in arrays) != ("image_position_ids" in arrays):
+            raise _refused(
+                path,
+                "has only one of pixel_values and image_position_ids",
+                "save both as the processor gives them",
+            )
+        if "pixel_values" not in arrays:
+            return patches, positions, 0
+        found, there = arrays["pixel_values"], arrays["image_position_ids"]
+        alike = found.ndim == 3 and there.shape == (*found.shape[:2], 2)
+        if not alike or found.shape[2] != tower.patch_width or there.dtype.kind not in "iu":
+            raise _refused(
+                path,
+                f"has pixel_values {found.dtype}{list(found.shape)} and image_position_ids"
+                f" {there.dtype}{list(there.shape)}, but [images, patches, {tower.patch_width}] and"
+                " integers [images, patches, 2] are expected",
+                "make the files with the model's own processor",
+            )
+        if len(found) > images.row:
+            raise _refused(
+                path,
+                f"has {len(found)} images, but rows have {images.row} at most",
+                "raise the option images.row",
+            )
+        if found.size and not LEAST_PIXEL <= found.min() <= found.max() <= LARGEST_PIXEL:
+            raise _refused(
+                path,
+                f"has pixels from {found.min():g} to {found.max():g}, but 0 to 1 is expected",
+                "divide them by 255, as the processor does (do_rescale)",
+            )
+        tokens = 0
+        for number, (pixels, place) in enumerate(zip(found, there.astype(np.int64), strict=True)):
+            used = (place != -1).any(axis=1)
+            count = int(used.sum())
+            own = tokens_of_image(tower, place[used])
+            if own is None or count > images.patches:
+                raise _refused(
+                    path,
+                    f"has an image whose {count} patches are no rectangle of {tower.side} x"
+                    f" {tower.side} squares with positions below {tower.places}, or are more than"
+                    f" images.patches, {images.patches}",
+                    "save image_position_ids as the processor gives them, (x, y) of each patch and"
+                    " -1 for padding; raise images.patches if images are larger",
+                )
+            patches[number, :count], positions[number, :count] = pixels[used], place[used]
+            tokens += own
+        return patches, positions, tokens
+
+
+class TextRows:
+    """Windows of text as rows without images.
+
+    Args:
+        windows: of text.
+        images: images and patches of a row.
+        width: numbers of a patch, W.
+    """
+
+    def __init__(self, windows: TokenWindows, images: ImageOptions, width: int) -> None:
+        self._windows, self._none = windows, no_images(images, width)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> Pictured:
+        return Pictured(self._windows[index], *self._none)
+
+
+def no_images(images: ImageOptions, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the patches and positions of a row without images."""
+    shape = (images.row, images.patches)
+    return np.zeros((*shape, width), np.float32), np.full((*shape, 2), -1, np.int32)
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            known = (*NEEDED, *OPTIONAL, *FOLLOWING)
+            if strange := sorted(set(file.files) - set(known)):
+                raise _refused(
+                    path,
+                    f"has {strange[0]}, which is not read: only text and images are",
+                    f"{', '.join((*NEEDED, *OPTIONAL))} are read; leave out sounds and videos",
+                )
+            if missing := [name for name in NEEDED if name not in file.files]:
+                raise _refused(path, f"has no {missing[0]}", "save what the processor gives")
+            return {name: file[name] for name in (*NEEDED, *OPTIONAL) if name in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise TaskError(
+            f"{str(path)!r} cannot be read: {error}",
+            hint="it is not a file of np.savez, or it is cut short: make it again",
+        ) from error
+
+
+def _integers(
+    path: Path, name: str, values: np.ndarray, like: np.ndarray | None = None
+) -> np.ndarray:
+    """Returns values along one axis, of a processor's row [L] or batch [1, L]; int64."""
+    flat = values[0] if values.ndim == 2 and len(values) == 1 else values
+    if (
+        flat.ndim != 1
+        or flat.dtype.kind not in "iub"
+        or (like is not None and flat.shape != like.shape)
+    ):
+        raise _refused(
+            path,
+            f"has {name} {values.dtype}{list(values.shape)}, but integers [length] of one row are"
+            " expected",
+            "save each row in a file of its own",
+        )
+    return flat.astype(np.int64)
+
+
+def _refused(path: Path, what: str, hint: str) -> TaskError:
+    return TaskError(f"{str(path)!r} {what}", hint=hint)

@@ -1,0 +1,188 @@
+"""Rows of text with images, and the vision tower that they are for; bad ones are refused."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from diloco.common.protocol.errors import ConfigError, TaskError
+from diloco.learner.tensors.tree import nested
+from diloco.models.decoders.attention import make_attention
+from diloco.models.decoders.config import parse_config
+from diloco.models.decoders.image_rows import ImageRows
+from diloco.models.decoders.model import Compute
+from diloco.models.decoders.task import partition_of
+from diloco.models.decoders.tensors import buffers_of, multiplied, table
+from diloco.models.decoders.tokens import TokenFolders
+from diloco.models.decoders.vision import ImageOptions, soft_tokens, with_tower
+from tests.models.cases import GEMMA4_WHOLE, LLAMA
+from tests.models.weights import pictured
+
+TEXT = parse_config(GEMMA4_WHOLE, source="")
+CONFIG = with_tower(TEXT, GEMMA4_WHOLE, "")
+OPTIONS = ImageOptions(row=3, patches=32)
+ROW = pictured(patch=4, side=2, image=90)
+# The row's images have 24 and 16 patches: 6 and 4 tokens.
+TOKENS = ROW["input_ids"][0]
+LENGTH = len(TOKENS) + 2
+BOUNDED = [name for name in buffers_of(CONFIG) if "std" not in name]
+
+
+def read(folder, **changes):
+    given = {name: values for name, values in (ROW | changes).items() if values is not None}
+    np.savez(folder / "train-0.npz", **given)
+    rows = ImageRows([folder / "train-0.npz"], length=LENGTH, config=CONFIG, images=OPTIONS)
+    return rows[0]
+
+
+def test_a_row_is_what_a_processor_gives(tmp_path):
+    """Tokens of images are told and not predicted; the rest is padded."""
+    labels = np.where(np.arange(len(TOKENS)) < 4, -100, TOKENS)[None]
+    row = read(tmp_path, labels=labels)
+    wanted = np.where((TOKENS == 90) | (labels[0] == -100), ~TOKENS, TOKENS)
+    np.testing.assert_array_equal(row.windows, [*wanted, ~0, ~0, ~0])
+    assert row.patches.shape == (3, 32, 48)
+    assert [(one >= 0).all(-1).sum() for one in row.positions] == [24, 16, 0]
+    np.testing.assert_array_equal(row.patches[1, :16], ROW["pixel_values"][1, :16])
+    padded = np.pad(TOKENS, (5, 0))[None]
+    again = read(tmp_path, input_ids=padded, attention_mask=padded > 0, mm_token_type_ids=None)
+    np.testing.assert_array_equal(again.windows, [*np.where(TOKENS == 90, ~90, TOKENS), ~0, ~0, ~0])
+
+
+def test_rows_of_text_alone_mix_with_rows_that_have_images(tmp_path):
+    for name in ("pictures", "text"):
+        (tmp_path / name).mkdir()
+    np.save(tmp_path / "text" / "train.npy", np.arange(80, dtype=np.uint16))
+    read(tmp_path / "pictures")
+    weights = {str(tmp_path / "pictures"): 0.5, str(tmp_path / "text"): 0.5}
+    told = {"length": LENGTH, "vocab": CONFIG.vocab}
+    rows = TokenFolders(weights, **told, images=(OPTIONS, CONFIG)).train(seed=0)
+    shown = [int((one.positions >= 0).any()) for one in (rows[0], rows[1])]
+    assert sorted(shown) == [0, 1]
+    with pytest.raises(TaskError) as caught:
+        TokenFolders(str(tmp_path / "pictures"), **told).train(seed=0)
+    assert "images" in caught.value.hint
+
+
+def moved(axis, by):
+    places = ROW["image_position_ids"].copy()
+    places[0, 0, axis] += by
+    return places
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"pixel_values": None, "image_position_ids": None}, "10 tokens 90"),
+        ({"input_ids": np.append(TOKENS, 90)}, "11 tokens 90"),
+        ({"pixel_values": ROW["pixel_values"][:1], "image_position_ids": moved(0, 0)[:1]}, "of 6"),
+        ({"image_position_ids": None}, "only one"),
+        ({"image_position_ids": moved(0, 1)}, "rectangle"),
+        ({"image_position_ids": moved(1, 16)}, "rectangle"),
+        ({"image_position_ids": moved(0, 1 << 40)}, "rectangle"),
+        ({"image_position_ids": moved(1, -2)}, "rectangle"),
+        ({"image_position_ids": moved(0, 0) * 1.0}, "float64"),
+        ({"pixel_values": ROW["pixel_values"][..., :47]}, "47"),
+        ({"pixel_values": ROW["pixel_values"] * 255}, "pixels from"),
+        ({"pixel_values": ROW["pixel_values"] * np.nan}, "nan"),
+        ({"pixel_values": np.tile(ROW["pixel_values"], (2, 1, 1)),
+          "image_position_ids": np.tile(moved(0, 0), (2, 1, 1))}, "4 images"),
+        ({"input_ids": np.append(TOKENS, 92)}, "92, which stands for a sound"),
+        ({"input_ids": np.append(TOKENS, 96)}, "96"),
+        ({"input_ids": np.append(TOKENS, [1] * 4)}, "54 tokens"),
+        ({"input_ids": TOKENS * 1.0}, "float64"),
+        ({"input_ids": np.stack([TOKENS, TOKENS])}, "[2, 50]"),
+        ({"input_ids": None}, "no input_ids"),
+        ({"labels": TOKENS + 1}, "labels"),
+        ({"labels": TOKENS[1:]}, "labels"),
+        ({"input_features": np.zeros((3, 4))}, "input_features"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_not_one_is_refused_by_name(tmp_path, changes, word):
+    with pytest.raises(TaskError) as caught:
+        read(tmp_path, **changes)
+    assert word in caught.value.message
+    assert "train-0.npz" in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_file_that_is_cut_short_is_refused(tmp_path):
+    read(tmp_path)
+    whole = (tmp_path / "train-0.npz").read_bytes()
+    (tmp_path / "train-0.npz").write_bytes(whole[:-100])
+    rows = ImageRows([tmp_path / "train-0.npz"], length=9, config=CONFIG, images=OPTIONS)
+    with pytest.raises(TaskError, match="cannot be read"):
+        rows[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"pooling": "largest"}, "pooling"),
+        ({"head_dim": 6}, "head_dim"),
+        ({"patch_size": 0}, "patch_size"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_activation": "mish"}, "mish"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_parameters": {"factor": 2.0}}, "factor"),
+        (None, "no vision_config"),
+    ],
+)
+def test_a_tower_that_is_not_computed_is_refused_by_name(changes, word):
+    vision = None if changes is None else GEMMA4_WHOLE["vision_config"] | changes
+    with pytest.raises(ConfigError) as caught:
+        with_tower(TEXT, GEMMA4_WHOLE | {"vision_config": vision}, "model")
+    assert word in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_towers_tensors_have_partitions_and_are_no_tokens_operations():
+    more = table(CONFIG).keys() - table(TEXT).keys()
+    assert all(name.startswith("tower/") for name in more)
+    assert len(buffers_of(CONFIG)) == 7 * 4 + 2
+    assert multiplied(CONFIG) == multiplied(TEXT)
+
+    def cut(name):
+        return partition_of(CONFIG, None, name, table(CONFIG)[name].shape)
+
+    text = partition_of(CONFIG, None, "layers/full/q", table(CONFIG)["layers/full/q"].shape)
+    assert cut("tower/layers/q") == text
+    assert cut("tower/layers/q_input_min") == cut("tower/layers/attn_norm") == PartitionSpec()
+    assert cut("tower/positions") == PartitionSpec(None, None, "fsdp")
+
+
+def test_an_images_tokens_attend_both_ways_within_the_window():
+    """Uniform attention shows which tokens are seen."""
+    own = dataclasses.replace(parse_config(LLAMA, source=""), sliding=(True,), window=3)
+    length = 8
+    blocks = jnp.asarray([[0, 1, 1, 1, 0, 2, 2, 0]])
+    near = make_attention(own, jnp.ones((1, length), int), "plain", blocks)
+    q = jnp.zeros((1, length, 1, length))
+    seen = np.asarray(near(jnp.asarray(True), q, q, jnp.eye(length)[None, :, None])[0, :, 0]) > 0
+    wanted = np.tril(np.ones((length, length), bool))
+    wanted[1:4, 1:4] = wanted[5:7, 5:7] = True
+    wanted &= np.subtract.outer(np.arange(length), np.arange(length)) < 3
+    np.testing.assert_array_equal(seen, wanted)
+
+
+def test_embeddings_depend_on_patches_and_their_places_alone(tmp_path):
+    """Not on the patches' order or padding."""
+    rng = np.random.default_rng(0)
+    shapes = {name: entry.shape for name, entry in table(CONFIG).items() if "tower" in name}
+    leaves = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    leaves |= {name: np.inf * (-1) ** ("min" in name) + 0 * leaves[name] for name in BOUNDED}
+    params = nested(leaves)
+    row = jax.tree.map(lambda one: one[None], read(tmp_path))
+    order = rng.permutation(32)
+    other = row._replace(patches=row.patches[:, :, order], positions=row.positions[:, :, order])
+    soft = jax.jit(partial(soft_tokens, CONFIG, compute=Compute(remat=False)))
+    found, again = soft(params, row), soft(params, other)
+    np.testing.assert_array_equal(found.counts, [[6, 4, 0]])
+    for first, count in ((0, 6), (8, 4)):
+        part = slice(first, first + count)
+        np.testing.assert_allclose(found.rows[0, part], again.rows[0, part], atol=1e-5)
