@@ -28,8 +28,8 @@ from diloco.models.decoders.attention import Kind, by_kind, make_attention
 from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.experts import Load, mixed
 from diloco.models.decoders.groups import FED, SLIDES, Block, Group, KeysAndValues, scan_layers
-from diloco.models.decoders.image_text import ImageText
 from diloco.models.decoders.rope import Rope
+from diloco.models.decoders.soft_tokens import SoftTokens, in_place, marked, runs
 from diloco.models.decoders.tensors import BIAS, table
 
 EMBED_STD = 0.02
@@ -71,18 +71,6 @@ class Forward(NamedTuple):
 
     hidden: jax.Array
     load: Load | None
-
-
-class SoftTokens(NamedTuple):
-    """Embeddings of images, which stand in place of their tokens.
-
-    Attributes:
-        rows: those of a row's images, S for each, in order, [B, I * S, D].
-        counts: the number of tokens of each image, its first of S embeddings, int [B, I].
-    """
-
-    rows: jax.Array
-    counts: jax.Array
 
 
 class Turns(NamedTuple):
@@ -194,7 +182,7 @@ def forward(
         segments_BxL = jnp.ones_like(tokens_BxL)
     positions_BxL, blocks_BxL = _positions(segments_BxL), None
     if images is not None and config.image_text is not None and config.image_text.both_ways:
-        blocks_BxL = _runs(_marked(config.image_text, tokens_BxL))
+        blocks_BxL = runs(marked(config.image_text, tokens_BxL))
 
     def block_of(group: Group) -> Block:
         own = group.config
@@ -212,30 +200,6 @@ def forward(
     layers = {**params["layers"], **(beside or {})}
     x_BxLxD, load = scan_layers(config, layers, x_BxLxD, fed_NxBxLxP, block_of)
     return Forward(norm(config, x_BxLxD, params["norm"]), load)
-
-
-def _marked(whole: ImageText, tokens_BxL: jax.Array) -> jax.Array:
-    """Marks the tokens that stand for images."""
-    assert whole.image is not None
-    return jnp.equal(tokens_BxL, whole.image)
-
-
-def _runs(marked_BxL: jax.Array) -> jax.Array:
-    """Numbers the runs of marks in each row from 1 on, int [B, L]; 0 where there is no mark."""
-    begins_BxL = marked_BxL & ~jnp.pad(marked_BxL, ((0, 0), (1, 0)))[:, :-1]
-    return jnp.where(marked_BxL, jnp.cumsum(begins_BxL, axis=1), 0)
-
-
-def _in_place(images: SoftTokens, marked_BxL: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
-    """Puts the embeddings of images where their tokens stand, in order."""
-    ends_BxI = jnp.cumsum(images.counts, axis=1)
-    unused_BxI = images.rows.shape[1] // images.counts.shape[1] - images.counts
-    ordinal_BxL = jnp.cumsum(marked_BxL, axis=1) - 1
-    passed_BxLxI = ordinal_BxL[..., None] >= ends_BxI[:, None]
-    place_BxL = ordinal_BxL + jnp.sum(passed_BxLxI * unused_BxI[:, None], axis=-1)
-    place_BxL = jnp.where(marked_BxL, place_BxL, 0)
-    rows_BxLxD = jnp.take_along_axis(images.rows, place_BxL[..., None], axis=1, mode="clip")
-    return jnp.where(marked_BxL[..., None], rows_BxLxD.astype(x_BxLxD.dtype), x_BxLxD)
 
 
 def _embedded(
@@ -263,7 +227,7 @@ def _embedded(
         x_BxLxD = x_BxLxD * jnp.asarray(config.width**0.5, compute.dtype)
     if images is not None:
         assert whole is not None
-        x_BxLxD = _in_place(images, _marked(whole, given_BxL), x_BxLxD)
+        x_BxLxD = in_place(images, marked(whole, given_BxL), x_BxLxD)
     x_BxLxD = constrain(x_BxLxD, ROWS)
     return x_BxLxD, _fed(config, params, rows, x_BxLxD)
 

@@ -27,13 +27,13 @@ from diloco.models.decoders.image_text import VISION
 from diloco.models.decoders.layer_kinds import FULL
 from diloco.models.decoders.model import (
     Compute,
-    SoftTokens,
     layer_of,
     norm,
     plain_product,
     turns_of,
 )
 from diloco.models.decoders.rope import Rope
+from diloco.models.decoders.soft_tokens import SoftTokens
 from diloco.models.decoders.tensors import BOUNDS
 
 # Keys of `vision_config` that its layers take, with the values of those that a file leaves out.
