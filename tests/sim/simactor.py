@@ -13,7 +13,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from simbus import ActorBus
-from simfaults import CALM, Faults
+from simfault_rates import CALM, Faults
 from simloop import ACTOR
 from simstore import ActorStore
 

@@ -19,10 +19,10 @@ from simactor import Actor
 from simadmission import LIAR
 from simchain import Violation
 from simdisk import Disk
-from simfaults import CALM
+from simfault_rates import CALM
+from simfaults import DrawnFaults
 from simlearner import SimLearner
 from simoperator import Operator
-from simstrikes import DrawnFaults
 from simtensors import Ledger, Light, Numbers
 from simtrial import Outcome, Trial, faults, settings
 from simworld import World, ended

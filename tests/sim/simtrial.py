@@ -10,7 +10,7 @@ from typing import Any
 
 from simadmission import LIAR_INDEX
 from simchain import Violation
-from simfaults import Faults
+from simfault_rates import Faults
 from simworld import World
 
 # Kinds of faults of single operations, with the greatest probability of each.

@@ -18,7 +18,7 @@ from simactor import Actor
 from simbus import SimBroker
 from simchain import Violation
 from simcheck import Checkers
-from simfaults import CALM, Faults
+from simfault_rates import CALM, Faults
 from simloop import StuckError, VirtualLoop
 from simstore import SimStore
 from simtensors import Ledger, Light, Numbers

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from simactor import Actor
-from simfaults import CALM, Faults
+from simfault_rates import CALM, Faults
 from simlearner import SimLearner
 from simtensors import Ledger, Light
 from simworld import World, ended
