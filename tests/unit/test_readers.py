@@ -248,6 +248,18 @@ def test_a_snapshot_after_a_rollback_has_none_before_it(run_async):
     run_async(scenario())
 
 
+def test_a_rollback_that_is_asked_for_again_is_not_made_again(run_async):
+    async def scenario() -> None:
+        lab = await made(6)
+        targets = await find_versions(lab.context, {0: 4})
+        first = await roll_back(lab.context, targets)
+        assert first[0].restored_version == 4
+        assert await roll_back(lab.context, targets) == first
+        assert (await lab.newest())[0] == first[0]
+
+    run_async(scenario())
+
+
 def test_the_first_record_of_a_tape_has_none_before_it(run_async):
     async def scenario() -> None:
         lab = await made(1)
