@@ -34,7 +34,8 @@ _AGAIN_S = 5.0
 _FOR_GOOD = (400, 413)
 _LONGEST_PAUSE_S = 300.0
 # By syslog's priority number.
-_SEVERITIES = ("EMERGENCY", "ALERT", "CRITICAL", "ERROR", "WARNING", "NOTICE", "INFO", "DEBUG")
+_NAMES = ("EMERGENCY", "ALERT", "CRITICAL", "ERROR", "WARNING", "NOTICE", "INFO", "DEBUG")
+_SEVERITIES = {str(number): name for number, name in enumerate(_NAMES)}
 
 
 class Where(NamedTuple):
@@ -69,7 +70,7 @@ def entry(line: Mapping[str, Any]) -> dict[str, Any]:
     text = _text(line.get("MESSAGE", ""))
     made: dict[str, Any] = {
         "timestamp": at.isoformat().replace("+00:00", "Z"),
-        "severity": _SEVERITIES[int(line.get("PRIORITY", 6))],
+        "severity": _SEVERITIES.get(str(line.get("PRIORITY")), "INFO"),
         "insertId": hashlib.sha256(line["__CURSOR"].encode()).hexdigest()[:32],
         "labels": {"unit": unit_of(line)},
     }
@@ -77,14 +78,21 @@ def entry(line: Mapping[str, Any]) -> dict[str, Any]:
         # NaN and infinity are no JSON to Google, so their names are sent.
         fields = json.loads(text, parse_constant=str) if text.startswith("{") else None
         if isinstance(fields, dict):
+            # Refuses a number that is infinite as a double, such as 1e999.
+            json.dumps(fields, allow_nan=False)
             return made | {"jsonPayload": fields}
     return made | {"textPayload": text}
 
 
 def _text(message: object) -> str:
-    """Returns a message as text; the journal gives non-text as bytes, and too long text as None."""
+    """Returns a message as text.
+
+    The journal gives non-text as bytes, too long text as None, and a field that an entry has twice
+    as a list.
+    """
     if isinstance(message, list):
-        message = bytes(message).decode(errors="replace")
+        with contextlib.suppress(TypeError):
+            message = bytes(message).decode(errors="replace")
     text = str(message or "")
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " ... (cut)"
 

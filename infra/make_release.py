@@ -81,8 +81,18 @@ def write_join(path: Path) -> None:
 
 
 def brought(folder: Path) -> Path:
-    """Fetches an interpreter with uv, which needs only glibc of the system; returns its folder."""
-    _run(_uv(), "python", "install", "--install-dir", folder, "--no-bin", BROUGHT)
+    """Fetches an interpreter with uv, which needs only glibc of the system; returns its folder.
+
+    Raises:
+        SystemExit: GitHub cannot be reached.
+    """
+    try:
+        _run(_uv(), "python", "install", "--install-dir", folder, "--no-bin", BROUGHT)
+    except subprocess.CalledProcessError:
+        sys.exit(
+            f"error: uv could not fetch Python {BROUGHT}, which is on GitHub; hint: with this"
+            " system's own: make release KIND=cpu INTERPRETER=/usr"
+        )
     return max(folder.glob(f"cpython-{BROUGHT}.*"))
 
 

@@ -49,6 +49,22 @@ def test_what_is_no_number_is_sent_by_its_name() -> None:
     json.dumps(made, allow_nan=False)
 
 
+def test_a_number_beyond_all_bounds_is_text() -> None:
+    assert logs.entry(line(0, '{"norm": 1e999}'))["textPayload"] == '{"norm": 1e999}'
+
+
+@pytest.mark.parametrize("priority", ["9", "-1", "high", ["3", "6"], None])
+def test_a_priority_that_is_none_ends_no_machines_logs(priority: object, tmp_path: Path) -> None:
+    google = Accepting(refusals=0)
+    lines = [line(0, "before"), line(1, "odd", PRIORITY=priority), line(2, "after")]
+    logs.follow(google, WHERE, map(json.dumps, lines), tmp_path / "cursor")
+    assert google.taken == ["before", "odd", "after"]
+
+
+def test_a_message_that_came_twice_in_one_entry_is_text() -> None:
+    assert logs.entry(line(0, ["one", "two"]))["textPayload"] == "['one', 'two']"
+
+
 def test_what_is_nested_without_end_is_text() -> None:
     text = '{"a": ' * 9_000
     assert logs.entry(line(0, text))["textPayload"] == text

@@ -34,6 +34,16 @@ def test_an_interpreter_that_is_too_old_is_refused(tmp_path: Path, name: str) ->
         make_release._copy_interpreter(interpreter(tmp_path / "from", name), tmp_path / "to")
 
 
+def test_an_interpreter_that_cannot_be_fetched_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the real uv, and a port of this machine at which nobody listens in place of GitHub."""
+    monkeypatch.setenv("UV_PYTHON_INSTALL_MIRROR", "http://127.0.0.1:9")
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    with pytest.raises(SystemExit, match=r"^error: uv could not fetch .* INTERPRETER=/usr$"):
+        make_release.brought(tmp_path)
+
+
 def test_the_least_glibc_is_that_of_the_newest_symbol_that_is_needed(tmp_path: Path) -> None:
     elf, other = b"\x7fELF\0", b"text\0"
     needs = {
