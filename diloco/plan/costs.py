@@ -1,7 +1,7 @@
 """The daily cost of a run, by the place of its bucket. Pure.
 
-Not counted: the learners' own machines (`diloco host provision` counts a fleet's), logs, and bytes
-between zones.
+Not counted: the learners' own machines (`diloco check` counts a fleet's), gateways, snapshots,
+logs, and bytes between zones.
 """
 
 from collections import Counter
@@ -16,10 +16,10 @@ from diloco.plan.forecast import Plan
 GIB = 1 << 30
 MONTH_DAYS = 365.25 / 12
 # The machines of infra/terraform: servers of the bus, aggregators, a keeper, and GiB of disks.
-BUS_NODES, BUS_MACHINE, BUS_DISKS_GIB = 3, "e2-standard-2", 20 + 50
+BUS_NODES, BUS_MACHINE, BUS_BOOT_GIB, BUS_STREAMS_GIB = 3, "e2-standard-2", 20, 50
 AGGREGATORS, AGGREGATOR_DISK_GIB = 2, 50
 KEEPER_MACHINE, KEEPER_DISK_GIB = "e2-micro", 20
-DISK = "pd-balanced"
+DISK, STREAMS_DISK = "pd-balanced", "pd-ssd"
 # The series of an aggregator's machine, and its GB for each core.
 AGGREGATOR_CLASS, CORE_GB = "n2-highmem", 8
 # Memory beside an aggregator's arrays: the system, the interpreter, a reserve.
@@ -48,6 +48,10 @@ class Prices(Section):
     series: dict[str, Rate]
     machines: dict[str, float]
     disks: dict[str, float]
+    gateway_machine: float
+    gateway_machines: int
+    gateway_address: float
+    secret: float
     chips: dict[str, float]
     aggregator_cores: tuple[int, ...]
     uploads_charged: bool
@@ -134,8 +138,9 @@ def _machines(prices: Prices, made: Plan) -> float:
 
 
 def _disks(prices: Prices) -> float:
-    gib = AGGREGATORS * AGGREGATOR_DISK_GIB + BUS_NODES * BUS_DISKS_GIB + KEEPER_DISK_GIB
-    return prices.disk_day(DISK, gib)
+    gib = AGGREGATORS * AGGREGATOR_DISK_GIB + BUS_NODES * BUS_BOOT_GIB + KEEPER_DISK_GIB
+    streams = prices.disk_day(STREAMS_DISK, BUS_NODES * BUS_STREAMS_GIB)
+    return prices.disk_day(DISK, gib) + streams
 
 
 def at_interval(cost: DailyCost, asked: int, steps: int) -> float:

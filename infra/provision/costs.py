@@ -1,17 +1,24 @@
-"""Computes the dollars a day of the machines and disks that Terraform makes of a fleet. Pure.
+"""Computes the dollars a day of the resources that Terraform makes of a fleet. Pure.
 
 Storage, operations and traffic depend on the run: `diloco plan --regions` shows them.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from diloco.infra.provision.fleet import FleetFile, FleetLearner, chips_of, hosts_of
+from diloco.infra.provision.fleet import FleetFile, FleetLearner, chips_of, hosts_of, region_of
 from diloco.infra.provision.known import Known
-from diloco.plan.costs import DISK, KEEPER_DISK_GIB, KEEPER_MACHINE, Prices
+from diloco.plan.costs import (
+    BUS_BOOT_GIB,
+    DISK,
+    KEEPER_DISK_GIB,
+    KEEPER_MACHINE,
+    MONTH_DAYS,
+    STREAMS_DISK,
+    Prices,
+)
 
-# The boot disk of a NATS server in Terraform's modules.
-BOOT_DISK_GIB = 20
 # The disk type of kinds whose machines take no other, as in modules/learner.
 DISKS = {"v6e": "hyperdisk-balanced", "tpu7x": "hyperdisk-balanced"}
 
@@ -26,15 +33,40 @@ class ResourceCost(NamedTuple):
 def fleet_costs(
     fleet: FleetFile, aggregators: Mapping[str, str | None], known: Known, prices: Prices
 ) -> list[ResourceCost]:
-    """Returns the costs of a fleet's machines and disks while all of them run."""
+    """Returns the costs of a fleet's resources while all its machines run."""
     found = [_machines(len(fleet.nats.zones), fleet.nats.machine_type, "NATS", known, prices)]
     found += [_machines(1, str(one), name, known, prices) for name, one in aggregators.items()]
     if fleet.keeper:
         found.append(_machines(1, KEEPER_MACHINE, "keeper", known, prices))
-    for name, learner in fleet.learners.items():
-        if not (fleet.paused or learner.paused):
-            found.append(_learner(name, learner, known, prices))
-    return [*found, *_disks(fleet, prices)]
+    running = _running(fleet)
+    found += [_learner(name, learner, known, prices) for name, learner in running.items()]
+    found += [*_disks(fleet, prices), _gateways(fleet, prices), _secrets(fleet, prices)]
+    # Both by bytes that nobody knows before: what changes on the disks, and what the units say.
+    return [*found, ResourceCost("snapshots of the streams", None), ResourceCost("logs", None)]
+
+
+def _running(fleet: FleetFile) -> Mapping[str, FleetLearner]:
+    """Returns the learners that have machines."""
+    return {n: one for n, one in fleet.learners.items() if not (fleet.paused or one.paused)}
+
+
+def _gateways(fleet: FleetFile, prices: Prices) -> ResourceCost:
+    """Returns the cost of the regions' gateways, without the few bytes that are not Google's."""
+    zones = [*fleet.nats.zones, *(one.zone for one in fleet.aggregators.values())]
+    zones += [fleet.nats.zones[0]] * fleet.keeper
+    for one in _running(fleet).values():
+        zones += [one.zone] * hosts_of(one)
+    machines = Counter(map(region_of, zones))
+    counted = sum(min(count, prices.gateway_machines) for count in machines.values())
+    hour = counted * prices.gateway_machine + len(machines) * prices.gateway_address
+    used = f"{len(machines)} regions, {machines.total()} machines"
+    return ResourceCost(f"gateways: {used}", 24 * hour)
+
+
+def _secrets(fleet: FleetFile, prices: Prices) -> ResourceCost:
+    holders = len(fleet.nats.zones) + len(fleet.aggregators) + len(fleet.learners)
+    count = holders + fleet.hourly_checkpoints
+    return ResourceCost(f"secrets: {count}", count * prices.secret / MONTH_DAYS)
 
 
 def _machines(count: int, machine: str, name: str, known: Known, prices: Prices) -> ResourceCost:
@@ -57,13 +89,12 @@ def _learner(name: str, learner: FleetLearner, known: Known, prices: Prices) -> 
 
 
 def _disks(fleet: FleetFile, prices: Prices) -> Iterator[ResourceCost]:
-    gib: dict[str, int] = {DISK: len(fleet.nats.zones) * (BOOT_DISK_GIB + fleet.nats.disk_gib)}
+    servers = len(fleet.nats.zones)
+    gib = Counter({STREAMS_DISK: servers * fleet.nats.disk_gib, DISK: servers * BUS_BOOT_GIB})
     gib[DISK] += sum(one.disk_gib for one in fleet.aggregators.values())
     gib[DISK] += KEEPER_DISK_GIB if fleet.keeper else 0
-    for learner in fleet.learners.values():
-        if not (fleet.paused or learner.paused):
-            kind = DISKS.get(learner.kind, DISK)
-            gib[kind] = gib.get(kind, 0) + hosts_of(learner) * learner.disk_gib
+    for learner in _running(fleet).values():
+        gib[DISKS.get(learner.kind, DISK)] += hosts_of(learner) * learner.disk_gib
     for kind, size in gib.items():
         yield ResourceCost(f"disks: {size} GiB of {kind}", prices.disk_day(kind, size))
 

@@ -691,7 +691,8 @@ def test_machines_are_those_that_are_made():
     assert aggregators == pytest.approx(100.6, abs=0.05)
     others = 24 * (3 * 0.067006 + 0.008376)
     assert cheapest.machines == pytest.approx(aggregators + others)
-    assert cheapest.disks == pytest.approx((100 + 210 + 20) * 0.10 / costs.MONTH_DAYS)
+    month = (100 + 60 + 20) * 0.10 + 150 * 0.17
+    assert cheapest.disks == pytest.approx(month / costs.MONTH_DAYS)
 
 
 def test_a_longer_interval_costs_less_and_machines_stay():
