@@ -138,7 +138,7 @@ async def _newest(context: Context, fragment: int) -> Recorded:
 
 
 async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...]) -> wire.Record:
-    """Stores a fragment's objects, and returns the record that it begins a new tape with."""
+    """Stores a fragment's view and outer state; returns the fragment's first record of an epoch."""
     source = at.record
     recovered = await rebuild(context, source, at.record_seq)
     contents = await whole(context, source, recovered, source.version)
@@ -210,7 +210,7 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
     Continues an interrupted `resume`.
 
     Raises:
-        RunMismatchError: the tape is another run's, or one that never ended.
+        RunMismatchError: the bus has a tape of this run that was not begun from `file`.
     """
     carried: dict[str, object] = {"epoch": context.epoch}
     if file.data_positions:

@@ -51,7 +51,7 @@ async def swap(
 
     Raises:
         RunMismatchError: a newer tape has replaced this process's.
-        SwapLostError: another message was stored instead, or has the id.
+        SwapLostError: another message was stored instead, or already has the id `attempt_id`.
     """
     doubt = False
 

@@ -1,7 +1,7 @@
 """Decides when a run stops and ends: follows all fragments' records, publishes `stop` and `end`.
 
 Every aggregator of a run may run a conductor: both messages are published by compare-and-swap
-against an empty subject, and losing that is no error.
+against an empty subject, and an aggregator that loses the swap has nothing left to do.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class NewestRecord:
 
 
 def stop_reason(settings: RunSettings, newest: dict[int, NewestRecord]) -> str | None:
-    """Returns why the run stops now: all fragments have all versions or enough tokens; or None."""
+    """Returns the reason if all fragments have all versions or enough tokens; None if not."""
     run, sync = settings.run, settings.sync
     if run.tokens and min(n.tokens for n in newest.values()) >= run.tokens:
         return "tokens"

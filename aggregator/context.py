@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Context(RunContext):
-    """The state that all parts of one aggregator process share; its records state `name`.
+    """The state that all parts of one aggregator process share.
 
+    `name`: the name of the process, which its records state.
     `record_bytes`: the body of a longer record is stored as an object.
     `most_positions`: a specification with more data positions stores them as an object.
     `share_expiry_s`: silence in seconds after which a learner's shares of the data become free.
-    `arithmetic`: numeric functions for arrays; None for production's, which load Numba where they
-    are used, and not here, as operators' commands have a context too.
+    `arithmetic`: numeric functions for arrays; None for production's, which load Numba when they
+    are first used: operators' commands have a context too, and need no Numba.
     """
 
     name: str

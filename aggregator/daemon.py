@@ -100,7 +100,7 @@ def serve(config: Config, pinned: frozenset[int] | None = None) -> None:
 
     Args:
         config: the configuration.
-        pinned: the fragments to restrict it to; None for a share of all.
+        pinned: the fragments that this aggregator may own; None for a share of all.
 
     Raises:
         ConfigError: the run has no such fragments.
@@ -203,10 +203,10 @@ async def _work(
 
 
 async def _prove_store(context: Context) -> None:
-    """Stores an object, to show that it can, before the daemon is ready.
+    """Stores an object before the daemon is ready, to prove that the daemon may store objects.
 
     Raises:
-        StoreError: it is not permitted.
+        StoreError: the daemon's credentials do not permit it.
     """
     context.health.begin_phase("proving that the store takes objects")
     name = names.proof(names.global_prefix(context.run))

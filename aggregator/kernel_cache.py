@@ -28,8 +28,8 @@ class CachedKernel(FunctionCache):
     other and Numba checks the kernel's own file only.
 
     Attributes:
-        patience_s: seconds to wait for another process that has locked the folder, and may never
-            go on; 0 after one wait was in vain: then the cache is not used.
+        patience_s: seconds to wait for another process that has locked the folder, and may have
+            stopped for ever; 0 after one wait was in vain: from then on the cache is not used.
     """
 
     patience_s = 10.0

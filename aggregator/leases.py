@@ -5,14 +5,14 @@ until they expire, the others take over its fragments. A lease only avoids waste
 are kept apart by the compare-and-swap on the fragment's records.
 
 Rules:
-- A key that expires sends no message. So every aggregator follows the bucket's stream, and tries
-  to acquire leases that were not renewed for their time to live. The server decides: it accepts an
-  acquisition only if the key does not exist.
+- The server sends no message when a key expires. So every aggregator follows the bucket's stream,
+  and tries to acquire each lease that was not renewed for its time to live. The server decides: it
+  accepts an acquisition only if the key does not exist.
 - If a renewal is refused because the key has expired, the key is acquired again; only another
   aggregator's key means that the fragment is lost. If all were cut off, none loses a fragment.
 - Fragments that a live aggregator is pinned to are left to it.
-- An aggregator releases a fragment that it has failed at, and refuses it for its life, as another
-  one may not fail. Once all refuse a fragment, the fragment makes no more versions.
+- An aggregator releases a fragment that it has failed at, and never acquires it again, as another
+  aggregator may succeed. Once all refuse a fragment, the fragment gets no more versions.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Leases:
     Args:
         context: the aggregator's context.
         ttl_s: time to live of a lease, in seconds.
-        pinned: the fragments to restrict it to; None for a share of all.
+        pinned: the fragments that this aggregator may own; None for a share of all.
     """
 
     def __init__(self, context: Context, ttl_s: float, pinned: Pinned = None) -> None:
@@ -76,7 +76,7 @@ class Leases:
         self._lost: set[int] = set()
         self._done: set[int] = set()
         self._refuses: set[int] = set()
-        self._still: set[int] = set()
+        self._stopped: set[int] = set()
 
     async def hold(
         self,
@@ -108,7 +108,7 @@ class Leases:
         return any(one.may_serve(fragment) for life, one in others if life != self._life)
 
     def refuse(self, fragment: int) -> None:
-        """Releases a fragment and never acquires it again, as others may not fail at it."""
+        """Releases a fragment and never acquires it again, as another aggregator may succeed."""
         self._refuses.add(fragment)
         self._renewed_at_s = -self._ttl_s  # Publishes it at the next check.
 
@@ -193,7 +193,7 @@ class Leases:
                 await drop(lost)
             now_s, fragments = _now_s(), len(self._context.layout.fragments)
             members = self._members(now_s)
-            self._tell_of_still(members.values())
+            self._log_stopped(members.values())
             wanted = divide(self._life, members, self._holders(now_s), fragments)
             if wanted.release:
                 await drop(wanted.release)
@@ -204,14 +204,14 @@ class Leases:
                     take(fragment)
             await asyncio.sleep(min(LOOK_S, self._ttl_s / 5))
 
-    def _tell_of_still(self, members: Collection[AggregatorTerms]) -> None:
-        """Logs the fragments that all aggregators refuse which might serve them, once each."""
-        still = {f for f in self._refuses if not any(one.may_serve(f) for one in members)}
-        for fragment in sorted(still - self._still):
+    def _log_stopped(self, members: Collection[AggregatorTerms]) -> None:
+        """Logs, once each, the fragments that no live aggregator may serve any more."""
+        stopped = {f for f in self._refuses if not any(one.may_serve(f) for one in members)}
+        for fragment in sorted(stopped - self._stopped):
             self._context.logger.error(
                 "fragment_stopped", fragment=fragment, hint="runbooks/digest-mismatch.md"
             )
-        self._still = still
+        self._stopped = stopped
 
     def _finished(self) -> bool:
         mine = range(len(self._context.layout.fragments)) if self._pinned is None else self._pinned

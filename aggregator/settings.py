@@ -1,7 +1,7 @@
 """Changes a run's settings while it goes on: one message on the tape, by compare-and-swap.
 
-Every fragment follows them from its next version on, every learner from its next step boundary. A
-process that starts later reads the last such message, or the one that a record names.
+Every fragment follows the new settings from its next version on, every learner from its next step
+boundary. A process that starts later reads the last such message, or the one that a record names.
 """
 
 from diloco.aggregator.compare_and_swap import swap
@@ -25,7 +25,7 @@ async def change_settings(
             returned it: the change is refused if another operator made one since. None: accept any.
 
     Raises:
-        ConfigError: a setting that is fixed at creation, or a length that the run has passed.
+        ConfigError: a setting that is fixed at creation, or a `run.steps` that the run has passed.
         RunMismatchError: the run has stopped, or another operator has just changed its settings.
     """
     before, before_seq = await effective_settings(context)
@@ -53,7 +53,7 @@ async def check_change(context: RunContext, before: RunSettings, after: RunSetti
     """Refuses a change of settings that the run cannot follow now; `before` is in force.
 
     Raises:
-        ConfigError: a setting that is fixed at creation, or a length that the run has passed.
+        ConfigError: a setting that is fixed at creation, or a `run.steps` that the run has passed.
         RunMismatchError: the run has stopped.
     """
     await check_goes_on(context)
@@ -69,10 +69,10 @@ def _changed_meanwhile(context: Context) -> RunMismatchError:
 
 
 async def _check_length(context: RunContext, before: RunSettings, after: RunSettings) -> None:
-    """Refuses a length that the run has passed, as its clock would have to go back.
+    """Refuses a `run.steps` that the run has passed, as the run's clock would have to go back.
 
     Raises:
-        ConfigError: a fragment is beyond the length.
+        ConfigError: a fragment's present round ends beyond `run.steps`.
     """
     if after.run.steps >= before.run.steps:
         return

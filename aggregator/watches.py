@@ -1,9 +1,9 @@
 """Watches of an aggregator over the whole run: its checkpoints and its scores.
 
 If a run without a checkpoint loses its NATS servers and their disks, the run is lost. So
-aggregators make checkpoints as they come due; each checks at times of its own, so that two seldom
-make one at once, which is harmless. Scores of held-out loss are stored by `diloco evaluate` and
-others; an aggregator has no task and evaluates nothing.
+aggregators make checkpoints as they come due. Each checks at times of its own, so that two seldom
+make a checkpoint at once, which would be harmless. Scores of held-out loss are stored by `diloco
+evaluate` and others; an aggregator has no task and evaluates nothing.
 """
 
 import asyncio

@@ -5,12 +5,12 @@
 in each segment, where v is the merged gradient of the previous round, e an update times its
 discount and clip, and r the lower median of the learners' |e - v| in the last round that had at
 least three learners. An update within kappa r of v counts in full; one at x kappa r, x > 1, counts
-like one at kappa r / x, so that an outlier has the less effect, the farther it lies. All of this is
-known before an update is added, so the sum is streamed as any other. v and r are stored with the
-outer optimizer's state.
+like one at kappa r / x, so that an outlier has the less effect, the farther it lies. v and r are
+known before the round, so updates are added one by one as in any other merge. v and r are stored
+with the outer optimizer's state.
 
-Until a round had three learners no radius is known. Then directions are merged, each with the
-median length of the round itself, which is known at its end and multiplied then:
+Before the first round with three learners, r is unknown. Such a round adds the directions e / |e|,
+and multiplies the sum by the round's own median length, which is known when the round ends:
 
     merged = r sum of w e / |e| / sum of w
 
@@ -84,9 +84,9 @@ def _decoded(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Iterator[tu
 
 
 def pulls(distances_S: Norms, radius_S: Vector, times: float) -> Norms:
-    """Returns c of each segment, float64 [S]; where no radius is known, 1 / |e|, or 0 for |e| = 0.
+    """Returns the factor c of each segment, float64 [S]; `times` is kappa.
 
-    `times` is kappa.
+    Where no radius is known, the factor is 1 / |e|, or 0 if |e| = 0.
     """
     most_S = times * radius_S.astype(np.float64)
     within_S = (radius_S > 0) & (distances_S <= most_S)
@@ -103,7 +103,7 @@ def middle(found: Mapping[str, Norms]) -> Norms:
 
 
 def scaled(factors_S: Vector, radius_S: Vector, found: Mapping[str, Norms]) -> Vector:
-    """Returns the factors of the sum, float32 [S], by which directions get the median length."""
+    """Returns the sum's factors, float32 [S]; sums of directions also get the median length."""
     return np.where(radius_S > 0, factors_S, factors_S * middle(found)).astype(np.float32)
 
 

@@ -265,7 +265,7 @@ def _rounded(value: Any, inverse: Any, most: Any) -> Any:
 
 @compiled
 def _nibble(code: Any) -> Any:
-    """Returns an integer -7..7 plus 8, from the low bits of a float of size 1.5 x 2^23."""
+    """Returns code + 8 for a code of -7..7: the low bits of a float near 1.5 x 2^23."""
     return u32(f32(code + _BIASED).view(np.uint32) & u32(15))
 
 

@@ -66,9 +66,10 @@ class _Merged(NamedTuple):
 
 @dataclass
 class FragmentArrays:
-    """The arrays of one fragment; methods block, and must be called one at a time.
+    """The arrays of one fragment. Methods block, and must be called one at a time.
 
-    Two exceptions: the results of `view_object` and `outer_object` stay valid while `merge` adds.
+    The results of `view_object` and `outer_object` share the arrays' memory. They stay valid while
+    `merge` adds updates, until the next version is made.
 
     Attributes:
         view: parameters as learners see them, float32 [N].
@@ -210,7 +211,7 @@ class FragmentArrays:
 
         Args:
             admitted: the updates that the machine considers merged, in order.
-            share: of a full outer step, as `rounds.step_share` returns it.
+            share: the part of a full outer step to take, as `rounds.step_share` returns it.
         """
         assert self._sum is not None
         assert [merged.admitted for merged in self._merged] == list(admitted)
@@ -425,7 +426,7 @@ def _fresh_state(settings: RunSettings, grid: Grid) -> State:
 
 
 def step_size(settings: RunSettings, share: float) -> tuple[float, float]:
-    """Returns learning rate and momentum of an outer step of `share` (`rounds.step_share`)."""
+    """Returns learning rate and momentum of a round that takes `share` of an outer step."""
     section = settings.outer
     if share < 1:
         return outer.participation(section.learning_rate, section.momentum, share)

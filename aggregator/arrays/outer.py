@@ -2,10 +2,10 @@
 
 Shapes: N elements of a fragment's vector, S segments.
 
-`close_round` takes a round's sum (`merge.py`), computes the outer gradient from it, moves the
-master parameters by an outer optimizer, and the view after them by a quantized delta. All of it is
-done with a block while the block is in cache (`codec_kernels.py`), with float32 constants and one
-rounding per operation, so that dividing it among threads changes no bit.
+`close_round` computes the outer gradient from a round's sum (`merge.py`), moves the master
+parameters by an outer optimizer, and moves the view to them by a quantized delta. Each block gets
+all of these operations while it is in cache (`codec_kernels.py`), with float32 constants and one
+rounding per operation, so that dividing the blocks among threads changes no bit.
 
 Sources: DiLoCo (arXiv 2311.08105) for the outer Nesterov; Async Local-SGD (2401.09135) for
 Delayed Nesterov; Decoupled DiLoCo (2604.21428).
@@ -56,7 +56,7 @@ class Step(NamedTuple):
 
 
 class MergedGradient(NamedTuple):
-    """A round's sum and what turns it into the merged gradient; unused arrays are empty.
+    """A round's sum and the factors of its merged gradient; unused arrays are empty.
 
     Attributes:
         total_Bxb: the sum; not changed.
@@ -166,7 +166,7 @@ def close_round(
     delta_codec: Codec,
     threads: int = 1,
 ) -> Encoded:
-    """Takes the outer step, and moves the view after it.
+    """Takes the outer step, and moves the view to the new master parameters, quantized.
 
     Args:
         grid: the fragment's grid.

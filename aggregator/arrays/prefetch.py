@@ -1,13 +1,13 @@
 """The one operation of the kernels that a plain loop cannot express: a prefetch.
 
-A processor that waits for memory does nothing else. Many prefetch by themselves; on some machines
-they do not, or too little for a loop that does much with each byte. There the norms of an update
-took four times as long. A prefetch requests data some blocks ahead, and does not wait. It changes
-no value, so it can change no bit; beyond an array's end it does nothing.
+A processor that waits for memory does nothing else. Many processors prefetch by themselves; some do
+not, or too little for a loop that computes much with each byte: on such a machine the norms of an
+update took four times as long. A prefetch requests data some blocks ahead, and does not wait. A
+prefetch changes no value, so it can change no bit; beyond an array's end it does nothing.
 
-Numba has no name for it, so it is built here from LLVM's own, `llvm.prefetch`, whose last three
-arguments mean: for reading, into every cache, data.
-Why it came back: docs/adr/0073-kernels-that-are-read.md.
+Numba has no function for a prefetch. This file makes one from LLVM's `llvm.prefetch`, whose last
+three arguments mean: for reading, into every cache, data.
+The decision: docs/adr/0073-kernels-that-are-read.md.
 """
 
 from typing import Any, Final

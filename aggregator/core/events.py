@@ -188,7 +188,7 @@ class Commit(NamedTuple):
     For a version answer `Made` before any other event. Then, while later events are handled, store
     the objects, publish the record, and answer `Committed`.
 
-    `state` is the machine's when the round closed: it contains all that the record states.
+    `state` is the machine's state when the round closed: it contains all that the record states.
     """
 
     what: Literal["version", "verdict"]

@@ -301,7 +301,7 @@ def pinned_checkpoints(marked: Iterable[str], whole: Iterable[str], keep: int) -
     """Returns the names of the newest checkpoints, which keep their objects.
 
     Args:
-        marked: checkpoints on the tape, including those without a file, now or for ever.
+        marked: checkpoints on the tape, including those whose file is not stored, or never will be.
         whole: checkpoints with a file, of this epoch and of earlier ones.
         keep: how many of each to keep.
     """

@@ -1,10 +1,10 @@
 """The state machine of one fragment: it decides what happens to each update, event by event.
 
     idle --announced, and pace allows--> open --quorum announced--> grace --time--> cut
-    any of these --all in, or all of the cut are read--> closing --version made--> idle
+    any of these --every update read, or every one before the cut--> closing --version made--> idle
 
 Updates are read and merged in every phase, from the moment the last version is made. That version's
-record is stored and published meanwhile; the next record begins once it is committed.
+record is stored and published meanwhile; the next record begins once that record is committed.
 
 Rules of the core:
 - `step(rules, state, event) -> (state, effects)` is the whole interface. No IO, clock, randomness
@@ -268,7 +268,7 @@ def _on_failed(rules: FragmentRules, state: State, event: events.Failed) -> Resu
 
 
 def _on_broke(rules: FragmentRules, state: State, event: events.Broke) -> Result:
-    """Makes the sum again, since adding an update has spoilt it; this update is added last.
+    """Has the round's sum recomputed, which a failed addition has spoilt; that update comes last.
 
     Whatever the reason (memory, a bug of ours), no honest work is rejected for it: an update is
     rejected only if it breaks the sum a second time while others do not.

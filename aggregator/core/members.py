@@ -3,9 +3,8 @@
 Each change of a member updates the counts.
 
 A life is dead if it was silent for long while other learners were heard; if nobody is heard, the
-bus is silent, and nobody counts as dead. Only a learner's newest life can be live, and only by its
-own
-signs of life: a superseded life may send heartbeats for ever.
+bus is silent, and nobody counts as dead. Only a learner's newest life can be live, and only by the
+heartbeats of that life: a superseded life may send heartbeats for ever.
 """
 
 from collections import defaultdict

@@ -191,7 +191,7 @@ def is_answered(state: State, update: UpdateId) -> bool:
 
 
 def after_record(state: State) -> State:
-    """Returns the state with marks, members and credits as after the record being committed."""
+    """Returns the state with the marks, members and credits that hold after the next record."""
     marks = dict(state.marks)
     resolved = to_resolve(state)
     for taken in resolved:
@@ -239,7 +239,7 @@ def _judged(state: State, resolved: tuple[Admitted | RejectedUpdate, ...]) -> Ma
 
 
 def _take_part(state: State, members: dict[str, Member]) -> None:
-    """Updates `members`: which of them had updates in the closing round, and of which norm."""
+    """Notes in `members` which of them had updates in the closing round, and the updates' norms."""
     norms = {one.manifest.learner: one.norm_per_step for one in state.admitted}
     for learner in members.keys() & (set(state.members.present) | norms.keys()):
         now = members[learner]

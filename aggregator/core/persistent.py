@@ -105,7 +105,7 @@ class Ranked:
         return self._values[(len(self) - 1) // 2] if len(self) else None
 
     def upper_median(self, without: float | None, least: int) -> float | None:
-        """Returns the upper median, leaving out one value `without`; None of fewer than `least`."""
+        """Returns the upper median of all but one `without`; None if fewer than `least` remain."""
         count = len(self) - (without is not None)
         if count < max(1, least):
             return None

@@ -1,4 +1,4 @@
-"""The aggregator's rules as pure functions: weights, discounts, pace, quorum, grace.
+"""Formulas of the aggregator's rules, as pure functions: weight, discount, quorum, pace, grace.
 
 No IO, clock, randomness or logging here; times are arguments, in seconds.
 """
@@ -109,7 +109,7 @@ def ema(average: float, value: float) -> float:
 def sync_s(average_s: float, took_s: float) -> float:
     """Returns the moving average of commit times, each counted as at most twice the average.
 
-    Only every C-th version stores a snapshot. If its time counted in full, the rounds after it
+    A commit that stores a snapshot takes longest. If its time counted in full, the rounds after it
     would have no grace, and the next round would close with the fastest learner alone.
     """
     return ema(average_s, min(took_s, 2 * average_s) if average_s else took_s)
@@ -138,7 +138,7 @@ SHORT_MEAN, LARGEST_MEAN = 5, 8
 
 
 def mean_growth(senders: int) -> float:
-    """Returns the factor that makes up for how short a mean of updates is (ADR 81)."""
+    """Returns the outer step's factor that makes up for the short mean of many updates (ADR 81)."""
     # The parts that updates do not share shrink with the root of their number.
     return math.sqrt(min(max(senders, SHORT_MEAN), LARGEST_MEAN) / SHORT_MEAN)
 
@@ -158,11 +158,15 @@ def pace_s(rules: FragmentRules, fastest_s: float, interval_steps: int | None = 
 
 
 def grace_s(rules: FragmentRules, usual_s: float, quorum_s: float, sync_s: float) -> float:
-    """Returns the grace after the quorum: gamma x (tau x step - (quorum + sync)), P Eq. 3.
+    """Returns the seconds of grace after the quorum: gamma x (tau x step - (quorum + sync)).
 
-    It is limited to [0, cap], in seconds.
+    The result is limited to [0, `quorum.grace_cap_s`]. Source: P Eq. 3.
 
-    `usual_s` is the median learner's step time.
+    Args:
+        rules: the fragment's rules: gamma is `quorum.grace_fraction`, tau is `overlap_steps`.
+        usual_s: the median learner's step time; 0: unknown, which gives no grace.
+        quorum_s: the average time from a round's opening to its quorum.
+        sync_s: the average time from a round's close to its committed record.
     """
     if not usual_s:
         return 0.0

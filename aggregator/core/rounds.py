@@ -56,7 +56,7 @@ def has_next(rules: FragmentRules, state: State) -> bool:
 def step_share(state: State, *, participation: bool, centered: bool) -> float:
     """Returns the share of a full outer step that the round takes, above 0.
 
-    At most 1, except with centered clipping, where the mean of many updates is short.
+    The share is at most 1, except with centered clipping, where the mean of many updates is short.
     """
     # A learner alone in a round takes only its share of a step, even without `participation`.
     senders = len(state.admitted.senders)
@@ -200,8 +200,8 @@ def _pace_time_s(rules: FragmentRules, state: State) -> float:
 def _opens_at_s(rules: FragmentRules, state: State) -> float | None:
     """Returns when the round may open: pace allows it, and an update is announced; None if not yet.
 
-    A new owner has first to read what was announced before its life, so it counts from its
-    beginning.
+    A new owner opens no round before the beginning of its life, as it must first read the updates
+    that were announced earlier.
     """
     if not may_follow(rules, state):
         return None
@@ -226,7 +226,8 @@ def _grace_ends_s(rules: FragmentRules, state: State) -> float:
 def _without_empty_round(state: State) -> State:
     """Returns the state without a round whose updates were all rejected, as if it had not opened.
 
-    Not while the leader is being asked, or its answer would be taken for the next question's.
+    While the stream's leader is being asked for a cut the round stays: its answer would otherwise
+    be taken for that to the next question.
     """
     asked = state.cut is not None and (state.cut.final or not state.cut.known_at_s)
     waits = state.pending.awaited > 0
@@ -257,7 +258,7 @@ def _has_everybody(state: State) -> bool:
 def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
     """Starts the grace window once enough updates are announced; reading them takes no grace time.
 
-    Goes back to `open` if an announced update fails.
+    The round goes back to `open` if an announced update fails and the quorum is lost.
     """
     # A fleet smaller than K must still make versions, except in lockstep.
     least = rules.quorum.min_learners

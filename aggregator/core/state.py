@@ -73,7 +73,7 @@ class Quarantine(NamedTuple):
 class Cut(NamedTuple):
     """The end of a round: updates announced by then belong to it, later ones do not.
 
-    `reason`: why the round ends; `final`: it is the fragment's last. `stream_seq`: sequence of the
+    `reason`: why the round ends; `final`: no round follows. `stream_seq`: sequence of the
     last update according to the stream's leader, known since `known_at_s` (0: not answered yet).
     """
 

@@ -284,7 +284,7 @@ class Samples:
     async def show(
         self, learner: str, incarnation: int, seq: int, reason: str, detail: str
     ) -> None:
-        """Publishes a copy of a verdict for people; if that fails, it is logged."""
+        """Publishes a copy of a verdict for people; a failure to publish is logged."""
         rejection = wire.Rejection(
             fragment=self._fragment,
             learner=learner,
@@ -420,7 +420,7 @@ def count_waits(counted: Metrics, merged: Iterable[Admitted], committed_at_s: fl
 
 @contextlib.contextmanager
 def timing(counted: Metrics, clock: Callable[[], float], part: str) -> Iterator[None]:
-    """Observes how long the block, a part of a round, takes; not if it raises."""
+    """Measures how long the `with` block, a part of a round, takes, unless the block raises."""
     began_s = clock()
     yield
     counted.observe(metrics.ROUND, clock() - began_s, part)

@@ -4,8 +4,8 @@
 once.
 
 A store that is slow for everybody rejects no update: each attempt may take twice as long as the
-previous one. An update that alone is slow, while others' updates are read completely, is its
-sender's fault.
+previous one. If one update is slow while updates of other learners are read completely, its sender
+is at fault.
 """
 
 import asyncio
@@ -68,9 +68,10 @@ def read_payload(
 
     Raises:
         ObjectMissingError: a shard that the manifest names is missing.
-        WireError: a shard differs from the manifest; "oversize" (then nothing is read),
-            "checksum", "unreadable", or as `shards.unpack`; "shards" as `slices.partition`.
-        StoreUnavailableError: a transient fault; StoreSlowError: a `Limited` store's time is over.
+        WireError: a shard differs from the manifest. The reason is "oversize" (nothing was read),
+            "checksum", "unreadable", one of `shards.unpack`, or "shards" as in `slices.partition`.
+        StoreUnavailableError: a transient fault.
+        StoreSlowError: a `Limited` store's time is over.
     """
     # Imported here, so that callers that only inspect updates do not load Numba.
     from diloco.aggregator.arrays.arithmetic import PRODUCTION
@@ -279,8 +280,8 @@ class UpdateFetcher:
         rejected only if it has failed twice while the updates of others were verified.
 
         Raises:
-            ObjectMissingError, WireError: as `read_payload`; reason "internal" for that last case,
-                "slow" as `Patience.lost`.
+            ObjectMissingError, WireError: as `read_payload`; also with the reason "internal" for
+                such a repeated failure, or "slow" (`Patience.lost`).
         """
         failures, pause_s = 0, FIRST_PAUSE_S
         patience = Patience(fetch.manifest)

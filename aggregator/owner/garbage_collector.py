@@ -63,9 +63,9 @@ class ShardListing:
 
     In object names the learner precedes the fragment, so that one access rule restricts a learner.
     Listing one fragment's shards would take a request for each learner; listing all shards takes
-    one for each page of objects. Each fragment takes its part of a listing once; the part is kept
-    until then, and may be as old as the fragment's previous collection. That only leaves newer
-    shards to the next collection, as the tape is read after the listing.
+    one for each page of objects. A listing is divided by fragment, and each part is kept until its
+    fragment's next collection takes it. So a part may be as old as that fragment's previous
+    collection. Shards that were stored later wait for the next listing.
     """
 
     def __init__(self) -> None:

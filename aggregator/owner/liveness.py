@@ -203,9 +203,9 @@ class Expiry:
 async def reached_before(context: Context, learner: str, joined: int) -> dict[int | None, int]:
     """Returns the data positions that a learner reached before a join, by fragment.
 
-    Under None it returns the position of leaves, and of earlier epochs. The messages are read in
-    order up to that join, so that none is missing. Messages of superseded lives do not count: their
-    updates are rejected.
+    The entry of None is the position that the learner's leaves state, or an earlier epoch. Messages
+    are read in order up to that join, so that none is missing. Messages of superseded lives do not
+    count: their updates are rejected.
     """
     run, earlier = context.run, await earlier_positions(context)
     found: dict[int | None, int] = {None: earlier.get(learner, 0)}

@@ -62,8 +62,8 @@ class FragmentOwner:
         answered, and False once another process owns the fragment.
 
         Raises:
-            IntegrityError: the stored objects do not give the recorded digests, or this machine
-                can add no update, and another may.
+            IntegrityError: the stored objects do not give the recorded digests, or this process
+                fails to add updates, and another aggregator may own the fragment.
         """
         while True:
             try:

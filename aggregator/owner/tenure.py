@@ -246,7 +246,8 @@ class Tenure:
 
         Raises:
             SwapLostError: another process has committed a record of the fragment.
-            IntegrityError: this machine can add no update, and another may.
+            IntegrityError: this process fails to add updates, and another aggregator may own the
+                fragment.
         """
         return self._read_tape(), self._serve(), self._tasks.failure()
 
@@ -373,15 +374,15 @@ class Tenure:
         except _MergeError as error:
             # The decision assumed a sum that is now spoilt, so it is undone; no effect followed it.
             self._logger.exception("merging_failed", update=list(error.update))
-            self._check_machine(error)
+            self._check_additions(error)
             self.state = before
             await asyncio.sleep(BROKEN_PAUSE_S)
             await self._take(events.Broke(self._context.runtime.clock(), error.update), None)
         if isinstance(event, events.Committed):
             self._check_ours()
 
-    def _check_machine(self, error: _MergeError) -> None:
-        """Notes a failure; raises `IntegrityError` if the machine is at fault, and not alone."""
+    def _check_additions(self, error: _MergeError) -> None:
+        """Notes a failed addition; raises if many failed and others may own the fragment."""
         self._broken.append(error.update.learner)
         many = len(self._broken) >= BROKEN_MOST and len({*self._broken}) > 1
         if many and self._others_may():
@@ -445,13 +446,13 @@ class Tenure:
 class LastUpdate:
     """Asks the stream's leader for the fragment's last update, to cut a round there.
 
-    A replica may lag, and so may our own reading of the tape. So the leader is asked, and its
-    answer is passed on only once the tape was read that far.
+    A replica may lag, so the leader is asked. Our own reading of the tape may lag too, so the
+    leader's answer is passed on only once the tape was read that far.
 
     Args:
         context: the aggregator's context.
         fragment: the fragment's index.
-        read_seq: the sequence up to which the tape need not be read any more.
+        read_seq: the sequence before the first message that the tenure reads.
         answer: receives the sequence of the last update, 0 if there is none.
         tasks: the tenure's tasks.
         logger: the fragment's logger.
