@@ -516,6 +516,32 @@ def test_the_fleet_of_the_12b_is_right_and_its_links_and_aggregators_hold_it(
     assert [one["carried"] for one in planned["intervals"] if one["steps"] == 24] == [True]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma-4-31b", "qwen3-30b-a3b"])
+def test_fleets_of_larger_models_are_right_and_their_links_hold_them(
+    tmp_path: Path, name: str
+) -> None:
+    document = example(name)
+    make_auth(tmp_path / "auth", run=name, learners=document["learners"])
+    for kind in ("cpu", "tpu"):
+        archive_of(tmp_path / f"{kind}.tar.gz", kind=kind)
+    shutil.copy(EXAMPLES / f"{name}-run.toml", tmp_path / "run.toml")
+    checked = check(write(tmp_path, document))
+    assert checked.findings == []
+    assert checked.variables is not None
+    # As the page of the models gives it.
+    command = re.search(
+        r"diloco plan infra\S+qwen3\S+((?:[ \\\n]+--[\w-]+ \S+)+)", MODELS.read_text()
+    )
+    assert command is not None
+    options = command[1].replace("\\", "").split()
+    done = CliRunner().invoke(app, ["plan", str(tmp_path / "run.toml"), *options, "--json"])
+    assert done.exit_code == 0, done.output
+    planned = json.loads(done.output)
+    assert [one["carried"] for one in planned["intervals"] if one["steps"] == 48] == [True]
+    assert (planned["active_parameters"] is None) == (name == "gemma-4-31b")
+
+
 @pytest.mark.parametrize("name", ["small", "mixed", "gemma-12b"])
 def test_the_shipped_variables_have_the_learners_of_the_shipped_fleets(name: str) -> None:
     lines = re.findall(
