@@ -118,10 +118,10 @@ OUTRUN = (
 
 @dataclass
 class Answers:
-    """Whether records answer this learner's updates; used on the event loop.
+    """Notes whether records answer this learner's updates; used on the event loop.
 
     Attributes:
-        since_s: when the first update was announced that no record has followed.
+        since_s: time of the first announcement that no record has followed; None: there is none.
         interval_steps: H, once settings have changed it; 0 before.
     """
 
@@ -209,7 +209,7 @@ class Preparation:
 
 
 class Alone:
-    """The other hosts of a learner of one host: none. `hosts.coordinator.Coordinator` has several.
+    """Stands for the other hosts of a learner that has none; `Coordinator` stands for several.
 
     Attributes:
         hosts: the number of the learner's hosts, this one included.

@@ -6,9 +6,9 @@ each host reads only its rows.
 
 Rules:
   1. An epoch is one permutation of the dataset, the same for all learners of a run, divided into
-     `shares` parts by the remainder of the index in it: parts do not overlap, whatever learners
-     join, leave or lag. A share belongs to a learner by name, or to the learner that claims it on
-     the run's tape (`common/storage/share_allocation.py`).
+     `shares` parts by the remainder of an example's index in that permutation: parts do not
+     overlap, whatever learners join, leave or lag. A share belongs to a learner by name, or to the
+     learner that claims it on the run's tape (`common/storage/share_allocation.py`).
   2. A batch lies in one epoch. The examples of a share after its last whole batch are left out of
      that epoch; they are different ones in each epoch.
   3. A learner resumes behind all that it has sent. So of one epoch, each example of its share is in

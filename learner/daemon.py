@@ -76,7 +76,7 @@ def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str)
 def _equal(config: Config, learner: str) -> str | None:
     """Returns a string that is equal for learners with the same programs.
 
-    None for a learner of several hosts, which would wait for each other's turn inside collectives.
+    None for a learner of several hosts: they would wait for each other's turn inside collectives.
     """
     if jax.process_count() > 1:
         return None

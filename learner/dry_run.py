@@ -202,7 +202,7 @@ def compile_step(island: Island) -> jax.stages.Compiled:
     """Returns the learner's inner step, compiled from shapes.
 
     Raises:
-        ConfigError: by the compiler, a device has not the memory.
+        ConfigError: the compiler says that a device has too little memory.
     """
     # The key, and the one that shapes follow from, are computed here; the island may be elsewhere.
     with jax.set_mesh(single()):

@@ -37,9 +37,9 @@ class Exchange(NamedTuple):
 def exchanges(text: str) -> list[Exchange]:
     """Returns the collective operations of a compiled program.
 
-    A loop's body counts as often as the loop turns, and each branch of a condition as if it ran. A
-    ragged exchange counts by the rows that a device sends, or by its places for received rows if
-    they are fewer: a device receives so much where all experts have equal loads.
+    A loop's body counts as often as the loop turns, and each branch of a condition as if it ran.
+    For a ragged exchange the rows that a device sends are counted, or its places for received rows
+    if those are fewer: a device receives that many rows if all experts have equal loads.
     """
     bodies = _computations(text)
     named = [found for found in map(_RESULT.match, text.splitlines()) if found]

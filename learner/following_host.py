@@ -103,7 +103,7 @@ def _following_life(
 
 
 def _told_views(context: Context, link: HostLink) -> Iterator[np.ndarray]:
-    """Yields every fragment's view, as host 0 names it."""
+    """Yields every fragment's view, from the objects that host 0 names."""
     for _ in context.layout.fragments:
         change = link.receive(messages.Load).change
         assert change.snapshot is not None

@@ -1,6 +1,6 @@
 """One host's part of a learner's program: task, mesh, shardings, compiled step and data.
 
-The same for all hosts of a learner, for `diloco learner`, its dry run and the benchmarks.
+All hosts of a learner, its dry run and the benchmarks make this part in the same way.
 """
 
 import contextlib

@@ -99,7 +99,7 @@ class Learner:
         return self._synchronizer.replica.viewed()
 
     def settle(self, params: Params) -> None:
-        """Continues with `params`, the loop's equal values; the arrays held before are freed."""
+        """Continues with the arrays `params`, of equal values; frees the arrays held before."""
         self._params = params
         self._synchronizer.replica.trained = self._trained()
 
@@ -148,7 +148,9 @@ class Learner:
         return self._life.shares
 
     def claimed(self, data: Shared) -> Iterator[Batch]:
-        """Yields batches of the shares that this learner holds, from `position` on; as `reading`.
+        """Yields batches of the shares that this learner holds, from `position` on.
+
+        Time that the loop waits for them counts as waiting for data.
 
         Ends if the loop is to end while it waits for a share.
         """
@@ -264,7 +266,7 @@ class Learner:
         return tree.split(self._params, self._synced)[0] if self._held else self._params
 
     def _compare(self) -> None:
-        """Compares the parameters with `like` by names and shapes; trees may differ in kind alone.
+        """Compares names and shapes of the parameters with `like`, whatever the trees' containers.
 
         Raises:
             ParametersError: the parameters differ.

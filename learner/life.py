@@ -75,7 +75,7 @@ class Host:
 
     Attributes:
         asked_to_leave: returns whether this learner was asked to end.
-        gives_up: returns whether the start is to end for that; hosts that have met end later.
+        gives_up: returns whether such a request ends the start; hosts that have met end later.
         lost_host: is called, on the event loop, when another host is gone; this process may hang
             in a collective then.
         naming_lost: a context in which the error of a broken collective becomes `HostLostError`.
@@ -309,7 +309,7 @@ def own_folder(host: Host, context: Context) -> CheckpointFolder | None:
 
 
 def own_part() -> str:
-    """Returns this host's part of a checkpoint, as in names of objects; "" for a single host."""
+    """Returns the name of this host's part of a checkpoint; "" for a learner of a single host."""
     return names.checkpoint_part(jax.process_index(), jax.process_count())
 
 

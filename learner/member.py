@@ -31,7 +31,7 @@ class Member:
         hint: the hint of the tensors; None: the run's layout decides instead.
         warm_up: compiles the loop's programs; its argument makes copies of the parameters that it
             may donate.
-        flops_per_token: as of a task.
+        flops_per_token: as in `Task`.
         compiling: a context in which programs are compiled.
         load_frozen: returns leaves that the run does not store, by name.
     """

@@ -146,7 +146,7 @@ class Meter:
     `local_step` resumes from a checkpoint, and so does the sum of `earlier_tokens` and `tokens`.
     `version` is the newest that was adopted. `stall_s` is the training thread's time in
     synchronization, `data_s` its time waiting for batches; `run_s` all its time since the first
-    step. `full_tokens_per_s` is that of the devices at their peak; 0 if unknown.
+    step. `full_tokens_per_s`: the tokens a second of the devices at their peak; 0 if unknown.
     `delays` are the inner steps and seconds from the boundary that sent an update to the boundary
     that adopted its answer; `adoptions` those from a version's making to its adoption.
     """

@@ -97,7 +97,7 @@ class Files(Protocol):
     def read(self, folder: Path) -> Mapping[str, Any]:
         """Opens a checkpoint's folder, and returns its tensors by the parameters' names.
 
-        Nothing is read yet: each has a shape, and slicing rows of its first axis reads these.
+        Nothing is read yet: each tensor has a shape, and slicing its first axis reads those rows.
         """
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
@@ -425,7 +425,7 @@ def hint_of(task: Task, shapes: Params) -> Hint:
 
 
 def hint_of_decoder(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - a `Hint`
-    """Returns a decoder's hint: average embeddings, each alone in fragments; norm layers singly."""
+    """Returns a decoder's hint: averaged embeddings, alone in fragments; a norm for each layer."""
     if name in ("embed", "fed_embed"):
         return TensorHint(merge="average", alone=True)
     stacked = name.startswith(("layers/", "tower/layers/"))

@@ -1,6 +1,6 @@
 """The training loop of `diloco learner`, around a task: a client of `library.py`, top to bottom.
 
-inner step  ->  learner.step: adopt what has arrived, send what is due
+Each turn takes an inner step and calls `learner.step`, which adopts versions and sends updates.
 """
 
 import time
@@ -92,7 +92,7 @@ class SignCheck:
 
     A fresh optimizer's first step follows from one gradient alone, so it must go downhill: it is
     checked by itself, before anything is sent. Momentum and a batch's noise may turn a single later
-    step uphill, so the sum of their descents is checked.
+    step uphill, so at later steps the sum of all descents is checked.
 
     Args:
         done: nothing is to be checked, since the optimizer resumes from a checkpoint.

@@ -55,7 +55,7 @@ class Trial:
 def tried(config: Config, learner: str, steps: int) -> Trial:
     """Builds a run's task, checks it against its contract and its mesh, and takes a few steps.
 
-    No step is taken, and nothing allocated, if this machine has not the memory for one.
+    No step is taken, and nothing allocated, if this machine has too little memory for a step.
     """
     trial, settings = Trial(), config.settings()
     hardware = config.learner.island(learner)

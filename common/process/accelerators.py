@@ -1,6 +1,7 @@
-"""Finds the accelerators of this machine without taking them.
+"""Finds the accelerators of this machine without occupying them.
 
-Asking JAX would take them, so this module asks the driver's own tool and reads the kernel's files.
+JAX would occupy the accelerators that it finds. So this module asks the driver's own tool, and
+reads the kernel's files.
 """
 
 import contextlib

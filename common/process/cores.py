@@ -22,7 +22,7 @@ def _bound() -> int:
 def _granted(cgroup: Path) -> int:
     """Returns a control group's quota in cores, rounded up; a very large number if it has none.
 
-    The file is where a container sees it: at the root of the mounted hierarchy.
+    The quota's file is read at the root of the mounted hierarchy, where a container sees it.
     """
     unlimited = 1 << 16
     try:

@@ -89,8 +89,9 @@ def consumer_names(
 ) -> tuple[str, ...]:
     """Returns the names that a consumer of these subjects may have; () if any name is allowed.
 
-    A learner has two for each kind of subject: to follow it, and to read it again at times. A
-    reader's credentials serve several `processes`. An aggregator's number depends on the run.
+    A learner has two names for each kind of subject: one to follow the subject, and one to read it
+    again. A reader's credentials serve several `processes`. An aggregator may use any name, as the
+    number of its consumers depends on the run.
     """
     prefix = consumers_prefix(role, identity)
     match role:

@@ -35,7 +35,7 @@ SLOW_STEPS = 20.0
 
 
 class Answer(NamedTuple):
-    """Whether a daemon is live and ready, and what prevents it.
+    """The answer of a probe: whether a daemon is live and ready, and if not, why.
 
     `waiting` names calls that wait out transient faults; `state` says what the daemon does,
     `troubles` what an operator should look at although the daemon works.

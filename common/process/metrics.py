@@ -1,14 +1,13 @@
 """The metrics of a daemon, for Prometheus to read; docs/metrics.md explains each.
 
-The only module that imports prometheus_client. Rules:
-- Cores count nothing. Drivers count effects and events; values that exist anyway (the newest
-record,
-  a heartbeat) are read when Prometheus asks (`on_scrape`).
+No other module imports prometheus_client. Rules:
+- Cores count nothing. Drivers count effects and events. Values that exist anyway (the newest
+  record, a heartbeat) are read when Prometheus asks (`on_scrape`).
 - Names follow Prometheus's conventions: base units, `_total` for counters. Each series has the
   run's name and the daemon's as labels, in addition to the scraper's labels.
-- A counter whose value is on the tape continues after an aggregator's restart. A learner's begin at
-  0, as work that a killed learner never sent is lost; Prometheus treats a counter that decreases as
-  restarted.
+- A counter whose value is on the tape continues after an aggregator's restart. After a learner's
+  restart its counters begin at 0, as work that a killed learner never sent is lost; Prometheus
+  treats a counter that decreases as restarted.
 """
 
 import threading

@@ -2,7 +2,7 @@
 
 For `diloco local`, tests and benches; a fleet runs its servers under systemd. Rules:
 - The port is chosen once and kept over restarts, because clients reconnect to the old address.
-- Nobody else may use the store folder: nats-server itself does not notice a second server there.
+- A lock on the store folder keeps a second server away, which nats-server itself does not notice.
   The server process holds the lock too, so the lock outlives a parent that was killed.
 - On Linux the server gets SIGTERM when the *thread* that started it ends: call `start` from a
   thread that lives as long as the server shall.
@@ -59,8 +59,8 @@ class NatsServer:
         folder: holds the streams, the configuration, the log and the lock; made if missing.
         port: TCP port on 127.0.0.1; a free one is chosen if None, and kept from the first
             `start` on.
-        sync_interval: how long an acknowledged message may stay out of reach of a power cut:
-            'always' (the default: not at all) or a Go duration such as '2m'.
+        sync_interval: the time after its acknowledgement for which a power cut may still lose a
+            message: 'always' (the default) for no time, or a Go duration such as '2m'.
         extra_config: text appended to the configuration file (accounts, permissions, limits).
     """
 
@@ -239,7 +239,7 @@ class NatsServer:
         return f"the whole log is {self.log_path}"
 
     def _greets(self) -> bool:
-        """True if this server answers on the port, and not another process that took it."""
+        """True if this server answers on the port, and not another process that took the port."""
         with (
             contextlib.suppress(OSError),
             socket.create_connection((LOOPBACK, self.port), 1.0) as peer,
@@ -252,7 +252,7 @@ class NatsServer:
 
 
 def is_folder_of_server(folder: Path) -> bool:
-    """True if a `NatsServer` has ever run over a folder."""
+    """True if a folder has the lock file of a `NatsServer`, whether the server runs now or not."""
     return (folder / _LOCK).is_file()
 
 

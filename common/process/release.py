@@ -1,4 +1,4 @@
-"""The release of this program and its packages, which records state."""
+"""The releases of this program and of its packages, as a record or a join names them."""
 
 import re
 from functools import cache

@@ -41,7 +41,7 @@ def level_of(line: str) -> str:
 def as_event(line: bytes, now: datetime, *, journal: bool = False) -> bytes:
     """Returns a line of stderr as a JSON line of the log; a child's log line stays as it is.
 
-    With `journal` it begins with its priority for systemd's journal.
+    With `journal` the JSON line comes after its priority for systemd's journal.
     """
     if line.startswith(b"{"):
         try:

@@ -21,7 +21,8 @@ CANCEL_AGAIN_S = 10.0
 def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine and returns its result, for code that is not asynchronous.
 
-    If an event loop runs on this thread already, as in a notebook, it runs on another thread.
+    If an event loop runs on this thread already, as in a notebook, the coroutine runs on another
+    thread.
     """
     try:
         asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Quantized vectors: codecs, their codes and scales, sizes, checks, decoding with NumPy.
+"""The formats of quantized vectors: codes, scales, sizes, checks, and decoding with NumPy.
 
 Nothing here needs JAX; `quantize_and_pack.py` encodes vectors, and decodes them on devices. `FORMS`
 has a row for each codec, which docs/protocol.md shows; only `Codec` lists the codecs' names.
@@ -14,7 +14,7 @@ which some machines flush to zero and others keep.
 
 Byte j of a block's int4 codes holds element j of the block in its low nibble and element j + b / 2
 in its high nibble. A block's codes are whole bytes, so blocks can be cut out, reordered and joined
-by copying bytes; and code that adds a block to a vector reads neighbouring bytes for neighbours.
+by copying bytes; and neighbouring elements of either half of a block come from neighbouring bytes.
 
 Four bits are the fewest that train well: Decoupled DiLoCo (arXiv 2604.21428), Table 10.
 """

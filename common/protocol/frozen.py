@@ -113,7 +113,7 @@ def store_frozen(
     Args:
         run: the run's name.
         put: stores an object under a name.
-        arrays: the leaves by name; of those in `loaded`, lazy arrays that are not read yet will do.
+        arrays: the leaves by name; those in `loaded` may be lazy arrays that are not read yet.
         loaded: names of the leaves that each learner loads by itself.
     """
     if not arrays:
@@ -175,7 +175,10 @@ def _bounds(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
 def _meeting(
     tile: list[tuple[int, int]], wanted: list[tuple[int, int]]
 ) -> tuple[Index, Index] | None:
-    """Returns a tile's overlap with the `wanted` slices: its place in the result and the tile."""
+    """Returns a tile's overlap with the `wanted` slices, as slices of the result and of the tile.
+
+    None if they do not overlap.
+    """
     there, here = [], []
     for (start, stop), (first, last) in zip(tile, wanted, strict=True):
         low, high = max(start, first), min(stop, last)

@@ -225,7 +225,7 @@ def make_layout(
 
 
 def kind_of(tensor: Tensor, hint: Hint) -> Kind:
-    """Returns a leaf's kind: as hinted; if not floating "local" if so hinted, else "frozen"."""
+    """Returns a leaf's kind: as hinted, but "local" or else "frozen" if it is not floating."""
     kind = hint(tensor.name, tensor.shape).kind
     if tensor.dtype in FLOATING:
         return kind
@@ -417,7 +417,7 @@ class Rhythm(NamedTuple):
     """The intervals at which a fragment is due: every `interval_steps` (H) inner steps.
 
     In a run's first `warmup_steps` a fragment is due every `warmup_interval_steps`: parameters
-    change fast early on, so learners that diverge for a long time lose the most then.
+    change fast early on, so a long interval between updates would cost the most at that time.
     """
 
     fragment: int

@@ -10,7 +10,7 @@ Tape subjects, one stream per run (`tape_stream`):
     diloco.{run}.update.{learner}.{fragment} manifests
     diloco.{run}.record.{fragment}           versions and verdicts: compare-and-swap
     diloco.{run}.settings                    settings changed while the run goes on
-    diloco.{run}.quarantine.{learner}        a learner is shut out, or let in again
+    diloco.{run}.quarantine.{learner}        a learner is quarantined, or released
     diloco.{run}.checkpoint                  a point from which the run can be resumed
     diloco.{run}.stop                        the stop rule was met: send what is unsent
     diloco.{run}.end                         nothing after this counts

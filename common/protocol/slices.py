@@ -46,8 +46,8 @@ def is_range(slices: Sequence[Slice], start: int, stop: int, block: int) -> bool
 def describe(blocks_n: Blocks) -> tuple[Slice, ...]:
     """Returns a short list of slices whose blocks, one slice after the other, are `blocks_n`.
 
-    Runs of consecutive blocks become slices; equal slices at equal distances are joined into one,
-    twice. The blocks of a tensor's slice with up to three sharded axes become one slice.
+    Runs of consecutive blocks become slices. Two passes then join equal slices at equal distances
+    into one, so the blocks of a tensor's slice with up to three sharded axes become one slice.
 
     Args:
         blocks_n: ascending and distinct, int64 [n].
@@ -211,7 +211,7 @@ def _view(rows_B: npt.NDArray[Any], box: Slice) -> npt.NDArray[Any]:
 
 
 def _axes(box: Slice) -> list[tuple[int, int]]:
-    """Returns length and stride of each axis; an axis of length 1, which takes no step, gets 0."""
+    """Returns length and stride of each axis; an axis of length 1 gets the stride 0."""
     return [
         (length, stride if length > 1 else 0)
         for length, stride in zip(box.shape, box.strides, strict=True)

@@ -6,8 +6,8 @@ Rules:
 2. A learner holds a share from its claim on, if the share is free at the claim's place on the
    tape. Of two claims the first counts, so nobody has to decide between them.
 3. A learner's end states the position that it has reached. Of each share that it holds, the
-   batches before that position are done; the others are free. The learner publishes its end; once
-   it is silent, an aggregator does so after ending its life on the tape.
+   batches before that position are done; the others are free. The learner publishes its end. For a
+   silent learner an aggregator publishes the end, after ending the learner's life on the tape.
 4. A life inherits what earlier lives of its name held. Its first message voids later messages of
    those lives, and its end voids later ones of its own. A message of a life that could not have
    begun before the message's place on the tape is void.

@@ -145,7 +145,7 @@ class Send(NamedTuple):
 
 
 class Republish(NamedTuple):
-    """Announce an update again, which no record has resolved for long."""
+    """Announce again an update that no record has resolved for long."""
 
     fragment: int
     seq: int

@@ -14,7 +14,7 @@ Invariants that the rules below keep, by the names that comments use:
 - *exact base*: an update is taken against the view that its manifest names, bit for bit.
 - *answered*: a record, or the end of the run, resolves every update in flight, which is announced
   until then and never forgotten.
-- *never waits*: no event makes a step wait for a peer, the aggregator, NATS or the store, but in
+- *never waits*: no event makes a step wait for a peer, the aggregator, NATS or the store, except in
   lockstep mode.
 """
 
@@ -52,7 +52,7 @@ class InFlight(NamedTuple):
     """An update of `steps` in flight; `announced_at_s` is 0 until its manifest is on the tape.
 
     `waits_from`: steps of this life done at the announcement, or when the last round since then
-    opened. `void`: a rollback came meanwhile; it will be rejected, and its codes are forgotten.
+    opened. `void`: a rollback came after the send: the update will be rejected, its codes are gone.
     """
 
     seq: int
@@ -100,9 +100,9 @@ class FragmentState(NamedTuple):
 class State:
     """The core's state.
 
-    `done` is the work of this life; `clock_step` is the newest global step heard of, `since_clock`
-    the own steps since then. `stopping`: the run is at its end; `ended`: it is over, no record
-    follows; `leaving`: this learner was asked to leave.
+    `done` is the work of this life; `clock_step` is the newest global step that a record stated,
+    `since_clock` the learner's own steps since then. `stopping`: the run's stop or end was read;
+    `ended`: its end was read, so no record follows; `leaving`: this learner was asked to leave.
     """
 
     fragments: tuple[FragmentState, ...]
@@ -146,8 +146,8 @@ def step(rules: SyncRules, state: State, event: Event) -> Result:
 def clock(rules: SyncRules, state: State) -> int:
     """Returns the run's global step, as far as this learner knows it; schedules follow this clock.
 
-    Between records it advances with the learner's own steps, for at most H of them: while the
-    aggregator is away the run's clock stands.
+    Between records the clock advances with the learner's own steps, for at most H of them: while
+    no record comes, the run's clock does not advance.
     """
     return state.clock_step + min(state.since_clock, rules.interval_steps)
 
@@ -227,7 +227,7 @@ def _adopt(
     """Adopts all records that are ready, in order.
 
     Where views overwrite parameters, the steps not sent by then are lost and no longer counted
-    (paper §3: counters of p reset).
+    (paper §3: the counters of fragment p are reset).
     """
     for ready in fragment.ready:
         flying = fragment.in_flight
@@ -248,7 +248,7 @@ def _adopt(
         )
         effects.append(Adopt(ready, resolved and not void, blended))
         if blended:
-            fragment = _with_share(rules, state, fragment)
+            fragment = _without_blended(rules, state, fragment)
         # Dropped work counts as sent, or the next manifest would claim tokens whose work is in no
         # tensor any more.
         if ready.rolled_back or (_overwrites(rules, index) and ready.version > fragment.version):
@@ -266,10 +266,10 @@ def _adopt(
     return fragment._replace(ready=()) if fragment.ready else fragment
 
 
-def _with_share(rules: SyncRules, state: State, fragment: FragmentState) -> FragmentState:
-    """Drops the share of unsent work that blending has replaced: it is not sent as an update.
+def _without_blended(rules: SyncRules, state: State, fragment: FragmentState) -> FragmentState:
+    """Subtracts from the fragment's unsent steps the share whose effect a blend removes.
 
-    The number of dropped steps is rounded up, so that a manifest claims no more steps than its
+    The number of subtracted steps is rounded up, so that a manifest claims no more steps than its
     tensors contain; but one step always stays, to be sent when the update is due.
     """
     work = unsent_of(state, fragment)
@@ -390,7 +390,7 @@ def _on_round_opened(rules: SyncRules, state: State, event: RoundOpened) -> Resu
 
 
 def _in_phase(rules: SyncRules, state: State, index: int, fragment: FragmentState) -> FragmentState:
-    """Delays the fragment's next update by the steps that the one in flight waited for its round.
+    """Delays a fragment's next update by the steps that its update in flight waited for a round.
 
     Rounds are paced from round to round, but `due_steps` counts from the update: without this,
     after an outage, every update would come too early for its round by the same number of steps.
@@ -462,5 +462,5 @@ def _overwrites(rules: SyncRules, fragment: int) -> bool:
 
 
 def _blends(rules: SyncRules, fragment: int) -> bool:
-    """True if adopting a version with the learner's update keeps a share of the steps since."""
+    """True if adopting the learner's own merged update keeps only a share of the steps since."""
     return rules.blend < 1 and fragment not in rules.averaged

@@ -1,4 +1,4 @@
-"""Host 0's side: the workers, as the modules of host 0 see them (`peers.Alone`).
+"""Host 0's side: the workers, as the modules of host 0 see them (see `background.Alone`).
 
 Coroutines run on the background's event loop. Each `prepare` is an attempt with a number of its
 own: an answer belongs to its attempt alone, so that a failure says nothing of the next attempt,

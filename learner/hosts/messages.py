@@ -285,7 +285,8 @@ def end_if_hanging(
 ) -> threading.Timer:
     """Ends this process after `within_s`, even if it hangs in JAX's collective or shutdown.
 
-    Only callers of the training loop use it; owners of a connection raise `HostLostError`.
+    Only code around the training loop calls this; code that owns a connection raises
+    `HostLostError`.
 
     Args:
         status: the exit status of the process.

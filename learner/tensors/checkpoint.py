@@ -76,7 +76,7 @@ copied = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
 
 
 def on_host(state: Any) -> Arrays:
-    """Returns a state's leaves by number; waits for the device. On CPU they share its memory."""
+    """Returns a state's leaves by number; waits for the device. On CPU nothing is copied."""
     arrays = {}
     for index, leaf in enumerate(jax.tree.leaves(state)):
         arrays[_key(index)] = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
@@ -381,7 +381,7 @@ def stored(
 ) -> list[CheckpointObject]:
     """Returns the checkpoints of `learner`, or of all learners, most steps first.
 
-    With `part`, only the parts of that host.
+    With `part`, returns that host's parts alone.
 
     Raises:
         StoreError: as `ObjectStore.list`.

@@ -7,8 +7,9 @@ are cut over the learner's mesh as the tensor is; where a cut would go through a
 cut along another axis. So each device encodes what it holds, and codes do not depend on the mesh.
 
 Per fragment a learner holds theta (its leaves), the view V it last adopted, and the codes of the
-update in flight, q dequantized. The unsent work is V - q - theta, which includes earlier errors of
-quantization: error feedback (docs/design/design.md, "Each step's work is sent once"):
+update in flight, whose values are q. The unsent work is V - q - theta, which includes earlier
+errors of quantization: error feedback (docs/design/design.md, "Each step's work is sent once").
+Below, Q quantizes, deQ dequantizes, V' is the next view, alpha is `sync.alpha`, a is `sync.blend`:
 
     send       codes = Q(V - theta)             settle     theta += q
     apply      V' = V + deQ(delta); theta += V' - V
@@ -16,7 +17,7 @@ quantization: error feedback (docs/design/design.md, "Each step's work is sent o
     mix        theta = alpha theta + (1 - alpha) V
     blend      theta -= (1 - a) (theta - V' - (theta - V at the send)), before it is settled
 
-Each of the first three is one program, shared by fragments whose pieces have the same shapes:
+Send, settle and apply are one program each, shared by fragments whose pieces have the same shapes:
 learners restart often, and would wait for the compiler. (Sending a large fragment takes several
 programs: `MOST_AT_ONCE`.) V' equals the aggregator's bit for bit: a product of code and scale is
 exact, so V + code x scale is rounded once however it is compiled. A blend's product is not exact,

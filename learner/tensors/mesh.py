@@ -8,7 +8,7 @@ have different meshes: only the shapes of tensors are common to a run.
 A `Task.partition` says how a tensor is cut; without one, the largest axis that divides goes along
 `fsdp`. Three rules hold for either: an axis that its part of the mesh does not divide stays
 whole; so does the first axis of a tensor whose rows lie in several fragments, because a fragment
-would gather it; a cut that is refused there moves to another axis if that axis divides. An axis of
+would gather it; a cut that these two rules refuse moves to another axis that divides. An axis of
 experts alone must divide: a mesh that does not fit it is refused.
 """
 

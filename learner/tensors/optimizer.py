@@ -102,7 +102,7 @@ def muon(
         b2: decay of Adam's second moment.
         eps: added to the root of Adam's second moment.
         hint: the task's hint; its `norm_axes` say which axes stack matrices.
-        matrices: the matrices of each tensor; as `matrices_by_hint` of `hint`, if None.
+        matrices: the matrices of each tensor; None: those of `matrices_by_hint(hint)`.
     """
     apart = matrices or matrices_by_hint(hint)
 

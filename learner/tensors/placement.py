@@ -3,7 +3,7 @@
 A custom training loop has its parameters on one device, sharded over a mesh of its own, or as
 arrays of the host. Synchronization needs a `NamedSharding`, and keeps the rules of `mesh.py`. Most
 often the two agree; where they do not, leaves are moved when a fragment is sent or adopted, and
-at no other step. On the same devices in the same pieces that moves no bytes.
+at no other step. If both shardings put equal pieces on the same devices, no bytes are moved.
 
 A host *holds* the blocks that its devices hold; it fetches no others of a version. It *owns* some
 of those: where several hosts hold copies of the same part of a piece, one of them uploads it, and
@@ -168,7 +168,8 @@ class _OwnedPiece(NamedTuple):
 
     Attributes:
         placed: the positions of the piece's blocks.
-        box: smallest box around the host's blocks; `held` is the first of its rows.
+        box: smallest box around the host's blocks; `held` is the place of its first block among
+            the rows that the host holds.
         owned: boxes that the host uploads, each on one of its devices; `rows` are the places of
             their blocks among the owned rows.
     """

@@ -8,7 +8,7 @@ Values have two forms. Vectors are [N] with flat codes, as objects hold them. Ar
 [*G, block] with scales [*G] and codes [*G, items], for arrays that are sharded over devices: no
 axis of G is ever merged or split, so each device encodes its own blocks in place.
 
-Scales are rounded to nearest. absmax / scale is then within 1 +- 2^-8 of 7 or 127, which rounds
+Scales are rounded to nearest. absmax / scale is then 7 or 127 times 1 +- 2^-8 at most, and rounds
 to 7 or 127: no code leaves its range, the error of a value is at most half a scale, and encoding
 a decoded vector gives the same codes. NaN or infinity anywhere in a block makes its scale NaN
 (its values, for the float codecs), which every receiver refuses.
@@ -109,8 +109,9 @@ def _reduce_to_lanes(values: jax.Array, combine: Combine, lanes: int) -> jax.Arr
     """Reduces each block of [*G, block] to a few lanes, [*G, lanes]; traced into a kernel.
 
     `combine` is over integers and leaves zero as it is. XLA on CPU reduces a row of memory one
-    element after the other, but several rows to one, and halves of rows, in vectors. The two must
-    be kernels of their own: fused into one, or into what uses them, they are slow again.
+    element after the other, but uses vector instructions to reduce several rows to one (here) and
+    halves of a row to one (`_fold`). Both must be in kernels of their own: fused with each other,
+    or with the code that uses their results, they are slow again.
     """
     *groups, block = values.shape
     rows = values.reshape(*groups, block // lanes, lanes)
@@ -147,7 +148,7 @@ def _differences(new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...]) 
 def _float_codes(
     new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...], *, codec: Codec
 ) -> tuple[Encoded, ...]:
-    """Converts to the codec's dtype: too small becomes 0, too large the greatest; NaN, inf stay."""
+    """Converts to the codec's dtype; clips large values, makes small ones 0, keeps NaN and inf."""
     limit = np.float32(GREATEST_VALUE)
     encoded = []
     for values in _differences(new, old):
@@ -188,7 +189,7 @@ def _scale(absmax: jax.Array, greatest: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _absolute_bits(values: jax.Array) -> jax.Array:
-    """Returns the bits of absolute values, int32, which order as those; infinity, NaN on top."""
+    """Returns the bits of absolute values, int32, in the same order; infinity and NaN on top."""
     return _bits_of(values) & _ABS
 
 

@@ -177,7 +177,7 @@ class Replica:
     def digest(self, fragment: int) -> Callable[[], str] | None:
         """Returns a function that computes the digest of a fragment's view; it waits for devices.
 
-        None on a learner of several hosts, none of which has the whole view.
+        Returns None on a learner of several hosts, none of which has the whole view.
         """
         ownership, view = self._ownership[fragment], self._views[fragment]
         if len(ownership.owned) * ownership.block != self._sizes[fragment]:
@@ -275,7 +275,7 @@ class Replica:
 
 
 def _zero_rows(kernels: Kernels, blocks: int) -> Encoded:
-    """Returns arbitrary codes of so many blocks of a version delta."""
+    """Returns scales and codes of zero bytes, shaped as those of a version delta's blocks."""
     codec, block = kernels.delta_codec, kernels.block
     scales = np.zeros(scale_count(codec, blocks * block, block), code_dtype("bfloat16"))
     return Encoded(scales, np.zeros((blocks, code_count(codec, block)), code_dtype(codec)))

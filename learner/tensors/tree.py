@@ -78,7 +78,7 @@ def tensors_of(params: Params) -> list[Tensor]:
     """Returns the leaves of a tree as a layout's tensors: name, shape and dtype.
 
     Raises:
-        TaskError: a leaf is no array, or none of numbers.
+        TaskError: a leaf is not an array of numbers.
     """
     for name, leaf in named_leaves(params):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -95,7 +95,7 @@ def tensors_of(params: Params) -> list[Tensor]:
 
 
 def check_wide(layout: Layout) -> None:
-    """Refuses float64 where JAX has none enabled: JAX would silently make float32 of it.
+    """Refuses float64 unless it is enabled in JAX, which would silently make float32 of it.
 
     Raises:
         TaskError: a synchronized leaf is float64.
@@ -145,7 +145,7 @@ def by_name(params: Params) -> dict[str, Any]:
 
 
 def from_names(like: Params, leaves: dict[str, Any]) -> Params:
-    """Returns the tree `like` with the leaves of these names."""
+    """Returns a tree of the structure of `like`, whose leaves are those of the same names."""
     ordered = [leaves[name] for name, _ in named_leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), ordered)
 

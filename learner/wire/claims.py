@@ -37,7 +37,7 @@ class GrantedShares:
 
     Args:
         context: the learner's context.
-        check: raises what ends this life.
+        check: raises the error that ends this life, if there is one.
         ends: returns whether the loop is to end.
     """
 

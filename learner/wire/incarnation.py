@@ -72,7 +72,7 @@ async def _last_error(context: Context) -> str:
     return ""
 
 
-async def _say_two(context: Context, life: Joined) -> None:
+async def _leave_superseded(context: Context, life: Joined) -> None:
     """Publishes a leave for a superseded life: the tape then shows two processes of one name.
 
     The leave has no data position, since only the newer life's position counts.
@@ -110,7 +110,7 @@ async def end_when_superseded(context: Context, life: Joined) -> None:
                 hint="start it again: it joins the run and takes shares that are free",
             )
         if message.msg_id not in life.ids:
-            await _say_two(context, life)
+            await _leave_superseded(context, life)
             raise SupersededError(
                 f"another process, on {newer.host!r}, has joined run {context.run!r} as "
                 f"{context.learner!r}: what this one does counts no longer",

@@ -309,7 +309,7 @@ class _Search(NamedTuple):
             yield _Candidate("folder", str(number), partial(self._read_folder, number))
 
     def uploaded(self, besides: Callable[[], Container[int]]) -> Iterator[_Candidate]:
-        """Yields this host's parts in the store, except those with local steps in `besides()`."""
+        """Yields this host's parts in the store, except those of step numbers in `besides()`."""
         if self.section.checkpoint_upload:
             yield from self._in_store("store", self.context.learner, besides)
 

@@ -31,8 +31,8 @@ class Rule(NamedTuple):
 
     Attributes:
         about: the keys that the rule examines.
-        cost: the cost that was measured there.
-        evidence: where it was measured.
+        cost: the cost that was measured in this region.
+        evidence: the source of that measurement.
         broken: returns the part of the sentence that names the settings; None if they keep the
             rule.
     """

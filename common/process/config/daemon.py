@@ -118,7 +118,7 @@ class MeshSection(Section):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes in the order of `AXES`, as they are given: one may be 0."""
+        """The configured sizes of the axes, in the order of `AXES`; one may be 0."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
@@ -136,7 +136,7 @@ class MeshSection(Section):
 
 
 class IslandSection(Section):
-    """Settings of one learner's hardware; None: the setting of the section `learner` applies."""
+    """Settings of one learner's hardware; for None the setting of section `learner` applies."""
 
     mesh: MeshSection | None = Field(default=None, description="instead of `learner.mesh`")
     anchor: Literal["device", "host"] | None = Field(

@@ -45,7 +45,7 @@ def storage_emulator(*, asked_for: bool) -> str | None:
 
 
 def store_emulator() -> bool:
-    """Returns whether gs:// means an emulator, for commands that have no run's file."""
+    """Returns whether gs:// means an emulator, for commands that read no configuration file."""
     return os.environ.get("DILOCO_STORE_EMULATOR", "").lower() in {"1", "true"}
 
 
@@ -84,8 +84,8 @@ def keep_off_accelerators() -> None:
     """Limits JAX to the CPU in this process; call it before JAX is imported.
 
     A process that starts JAX on an accelerator takes it away from the learner on the same machine:
-    a whole TPU, which has one owner, or three quarters of a GPU's memory. And sums are tested on
-    CPUs.
+    a whole TPU, which has one owner, or three quarters of a GPU's memory. Besides, this project
+    tests on CPUs alone that sums have the same bits everywhere.
     """
     if not _Platforms.pinned:
         _Platforms.found = os.environ.get("JAX_PLATFORMS")
@@ -94,7 +94,7 @@ def keep_off_accelerators() -> None:
 
 
 def keras_on_jax() -> None:
-    """Have Keras compute by JAX in this process; call it before Keras is imported."""
+    """Makes Keras compute with JAX in this process; call it before Keras is imported."""
     os.environ["KERAS_BACKEND"] = "jax"
 
 

@@ -50,8 +50,8 @@ def load_config(path: Path | str, *, connects: bool = True) -> Config:
 
     Args:
         path: path of the file.
-        connects: False for callers that use no store: the file may then lack the section, as a file
-            does that Terraform completes.
+        connects: False for callers that use no store: the file may then lack the section `store`,
+            which Terraform adds to some files.
 
     Raises:
         ConfigError: no such file, not TOML, or a key that is missing, unknown or out of range.
@@ -86,7 +86,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def placed_config(document: Mapping[str, Any]) -> Config:
-    """Makes a configuration as `make_config`, with the environment's values of daemon sections.
+    """Makes a configuration from `document`; environment variables override its daemon sections.
 
     Raises:
         ConfigError: a key is missing, unknown or out of range.

@@ -81,7 +81,7 @@ class BundleWriter:
         self._pieces("file", name, data)
 
     def oldest(self, fragment: int, seq: int) -> None:
-        """Notes a fragment's oldest record now; older ones were collected meanwhile."""
+        """Notes a fragment's oldest record now; garbage collection has removed those before it."""
         self._oldest[str(fragment)] = seq
 
     def _pieces(self, kind: str, name: str, data: bytes) -> None:

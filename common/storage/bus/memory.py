@@ -106,7 +106,7 @@ class _Stream:
             del self._ids[msg_id]
 
     def after(self, position: int, subjects: list[str]) -> tuple[Message | None, int]:
-        """Returns the first match from `position` on, or None, and where to continue."""
+        """Returns the first matching message from `position` on, or None; and where to continue."""
         oldest = self._oldest().seq if self.log else self.last_seq + 1
         position = max(position, oldest)
         while position <= self.last_seq:

@@ -7,13 +7,14 @@ Rules of every backend:
   stored message is the same; else it raises `IdTakenError`. A server compares ids alone, so
   `publish` reads the stored message back.
 - `expected_last` is the sequence of the subject's last message, 0 for none: compare-and-swap.
-- With `ttl_s`, in a stream of `last_only`, a message vanishes that long after it was stored.
+- In a stream of `last_only`, a message with `ttl_s` vanishes that many seconds after it was stored.
 - `read` yields every matching message from a sequence on, in order, exactly once per call, and
   then waits for new ones; it survives lost connections by itself.
 - `trim` removes old messages of a subject; sequence numbers and compare-and-swap are unaffected.
-- An answer may be stale; each method says how. Only `read` can prove that it is not: messages
-  before a message of one's own were stored before it. An action that must happen exactly once
-  relies on `read` up to that message, or on `expected_last`, which the stream's leader compares.
+- An answer may be stale; each method says how. Only `read` proves that an answer is complete: a
+  caller that publishes a message and reads up to that message has all messages before it. An action
+  that must happen exactly once relies on such a `read`, or on `expected_last`, which the stream's
+  leader compares.
 - `broadcast` reaches present listeners at most once, and is stored nowhere.
 Subjects use NATS's grammar: tokens joined by '.', '*' matches one token, a last '>' the rest.
 The checks and the error messages that all backends share are here too.

@@ -190,7 +190,7 @@ class DirectoryStore(ObjectStore):
                 temp.unlink(missing_ok=True)
 
     def _check_there(self) -> None:
-        """Raises if the folder was unmounted or renamed, as its objects are not missing then.
+        """Raises if the folder was unmounted or renamed, so that no object counts as missing.
 
         Raises:
             FileNotFoundError: the folder is not there, or is not the one that was opened.
@@ -308,8 +308,8 @@ def _read_range(name: str, file: BinaryIO, size_bytes: int, start: int, stop: in
 def _open_file(path: str, flags: int) -> int:
     """Opens a file without following a link and without waiting.
 
-    A learner that may write to the folder could else make a reader follow a link to an endless
-    file, or wait at a pipe.
+    Otherwise a learner that may write to the folder could make a reader follow a link to an
+    endless file, or wait at a pipe.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 

@@ -99,7 +99,7 @@ class ObjectStore(Protocol):
         return sorted(self.walk(prefix))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yields the objects of `list` one by one, in any order, for callers that meet many."""
+        """Yields the objects of `list` one by one, in any order; for callers with many objects."""
 
     def delete(self, name: str) -> None:
         """Removes `name`; does nothing if there is no such object.

@@ -117,8 +117,8 @@ _UNSENT = re.compile(r"must be specified|Missing[A-Z]\w+|builder error|invalid p
 _PLAIN = "builder error"
 
 
-def names_no_bucket(error: BaseException) -> bool:
-    """True if an object is missing because its bucket is."""
+def bucket_is_missing(error: BaseException) -> bool:
+    """True if an error says that the bucket itself does not exist."""
     return bool(_NO_BUCKET.search(str(error)))
 
 
@@ -135,7 +135,7 @@ def our_errors(action: str, place: BucketLocation, name: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        if action in {"store", "list"} or names_no_bucket(error):
+        if action in {"store", "list"} or bucket_is_missing(error):
             raise _no_bucket(action, where, place) from error
         raise object_missing(name) from error
     except (theirs.PermissionDeniedError, theirs.UnauthenticatedError) as error:
@@ -151,7 +151,7 @@ def _fault(action: str, where: str, place: BucketLocation, error: BaseException)
     """Returns this project's error for a client's error that has no class of its own."""
     text, status = str(error), _status_of(error)
     told = f"cannot {action} {where!r}: {_brief(error)}"
-    if names_no_bucket(error):
+    if bucket_is_missing(error):
         return _no_bucket(action, where, place)
     if _METADATA.search(text):
         # On a machine that has a metadata server, the server may be away for a moment.
@@ -303,7 +303,7 @@ class BucketStore(ObjectStore):
             try:
                 obstore.delete(self._client, name)
             except FileNotFoundError as error:
-                if names_no_bucket(error):
+                if bucket_is_missing(error):
                     raise
 
     def _has(self, name: str, view: memoryview) -> bool | None:

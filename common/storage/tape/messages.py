@@ -141,7 +141,10 @@ def manifest_bytes(blocks: int) -> int:
 
 @cache
 def _longest() -> tuple[int, int, int]:
-    """Returns the bytes of a manifest without shards, a shard with one slice, one more slice."""
+    """Returns sizes in bytes: a manifest without shards, a shard with one slice, a further slice.
+
+    Each is the longest of its kind.
+    """
     great, axes = wire.GREATEST, (wire.GREATEST,) * wire.MAX_AXES
     box = wire.Slice(start=great, shape=axes, strides=axes)
     name = names.shard(_NAME, _NAME, great, great, great, great, great)

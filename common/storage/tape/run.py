@@ -262,9 +262,9 @@ async def data_reached(
 
 
 async def earlier_positions(context: RunContext) -> Mapping[str, int]:
-    """Returns by learner where its data stood when this epoch began, in batches.
+    """Returns each learner's data position at the beginning of this epoch, in batches.
 
-    Retries while the store is away or lags.
+    Retries while the store is unreachable or lags.
     """
     first = await first_message(context, names.spec(context.run))
     specification = decode_as(wire.Specification, first.subject, first.payload)
@@ -297,7 +297,7 @@ async def _position_on(
     newest: Message,
     joins: Sequence[int],
 ) -> int:
-    """Returns the position in a subject's last message, or the highest of all that count.
+    """Returns the position in a subject's last message, or the highest in messages that count.
 
     The last message does not count if it is unreadable, if a newer life had superseded its sender,
     or if its sender had outlived its tape; an earlier message may then have the position.

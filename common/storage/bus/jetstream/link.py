@@ -233,7 +233,7 @@ class _Client(Client):
         return message
 
     def _connect_command(self) -> bytes:
-        """Returns CONNECT with the PING that nats-py sends after it, so that it reads first."""
+        """Returns CONNECT and PING as one command, so that nats-py reads before it writes again."""
         transport: Any = self._transport
 
         def connect_and_ping(data: bytes) -> None:

@@ -417,7 +417,8 @@ def _check_owner(section: BusSection, role: Role, name: str, logger: log.Logger)
     """Refuses credentials that are not this daemon's own, before they are used.
 
     With an aggregator's credentials a learner could join, which supersedes the life that has the
-    name, but could not send updates. An operator's permit everything; the daemon logs a warning.
+    name, but could not send updates. An operator's credentials permit everything: the daemon logs
+    a warning and uses them.
 
     Raises:
         ConfigError: the credentials are another's.

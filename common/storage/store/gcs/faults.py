@@ -70,7 +70,7 @@ def our_errors(action: str, bucket: str, prefix: str, name: str, permission: str
             hint=f"grant {permission} on bucket {bucket!r} to this daemon's account",
         ) from error
     except (api.Unauthorized, auth.GoogleAuthError) as error:
-        if is_passing(error):
+        if is_transient(error):
             raise _away(action, where, error) from error
         raise no_credentials(f"cannot {action} {where!r}: {brief(error)}") from error
     except (
@@ -79,12 +79,12 @@ def our_errors(action: str, bucket: str, prefix: str, name: str, permission: str
         ConnectionError,
         MalformedAnswerError,
     ) as error:
-        if is_passing(error):
+        if is_transient(error):
             raise _away(action, where, error) from error
         raise StoreError(f"cannot {action} {where!r}: {brief(error)}") from error
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """True if the same request may succeed soon."""
     if isinstance(error, api.GoogleAPICallError):
         return error.code in _PASSING_CODES or is_damage(error)

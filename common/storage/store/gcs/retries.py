@@ -8,7 +8,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 from google.api_core.retry import Retry
 
-from diloco.common.storage.store.gcs.faults import is_passing
+from diloco.common.storage.store.gcs.faults import is_transient
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _LONGEST_ASKED_PAUSE_S = 60.0  # the longest pause that a service may ask for
@@ -21,8 +21,8 @@ class TransientRetries(NamedTuple):
     """Repeats a call that fails by a transient fault, as Google's client does, for a limited time.
 
     Attributes:
-        lasting_s: seconds since the first failure. Not since the first try, as a silent connection
-            takes longer than this to fail, and would never be tried again.
+        lasting_s: for how many seconds after the first failure the call is repeated. They do not
+            count from the first try, since a silent connection takes longer than that to fail.
     """
 
     lasting_s: float
@@ -35,12 +35,12 @@ class TransientRetries(NamedTuple):
             try:
                 return call(*args, **kwargs)
             except Exception as error:
-                if not is_passing(error):
+                if not is_transient(error):
                     raise
                 _pause_as_asked(error)
             time.sleep(random.uniform(0, _FIRST_PAUSE_S))  # noqa: S311 - jitter is no secret
             again = Retry(
-                predicate=is_passing,
+                predicate=is_transient,
                 on_error=_pause_as_asked,
                 initial=2 * _FIRST_PAUSE_S,
                 maximum=_LONGEST_PAUSE_S,

@@ -1,4 +1,4 @@
-"""Uploads objects: small ones in one request, large ones in a session that survives connections."""
+"""Uploads objects: small ones in one request, large ones in a session that outlives connections."""
 
 import itertools
 import json
