@@ -42,9 +42,10 @@ FLOAT_BYTES = 4
 def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float | None:
     """Computes the mean cosine between the inputs of a round from the record alone.
 
-    With a = w S the share of an input and A the accumulated sum of unit vectors a u, it is, of a
-    segment, (|A|^2 - sum a^2) / ((sum a)^2 - sum a^2): the mean over pairs, weighted by shares.
-    Recorded coefficients a / |v| give the norms |v|, recorded factors |A|; both to about 1 %.
+    In a segment, an input's delta v has the direction u = v / |v| and the share a (weight times
+    discount); A is the sum of a u over the inputs. The mean cosine over pairs of inputs, weighted
+    by their shares, is (|A|^2 - sum a^2) / ((sum a)^2 - sum a^2). The recorded coefficients
+    a / |v| give the norms |v|, the recorded factors give |A|; both to about 1 %.
 
     Args:
         record: the record of a round.
@@ -90,8 +91,9 @@ class ComparedRound:
             float64 [updates, tensors].
         lone: for each update the number of elements far larger than those of all others at the same
             place, the `factor` of the largest and the index of its `tensor`.
-        to_zero: cosine of each update to the parameters, float64 [updates]: at 1 it shrinks them
-            straight to zero, as a decay does. None: they were not read.
+        to_zero: cosine of each update to the parameters, float64 [updates]: an update with cosine 1
+            shrinks the parameters straight to zero, as weight decay does. None: the parameters
+            were not read.
     """
 
     def __init__(self, fragment: Fragment, updates: int) -> None:
@@ -153,9 +155,9 @@ class ComparedRound:
 def _expected(sizes_UxN: Matrix, one: int, size: float) -> float:
     """Returns how many elements of this size are expected, if sizes fall off as in other updates.
 
-    Sizes fall off by a power, whose exponent is estimated from the others' largest elements (Hill).
-    To allow for different lengths, elements of equal rank are compared. With few elements, or
-    mostly zeros, nothing is known, and any size is expected.
+    The number of elements above a size falls off as a power of the size; Hill's estimator gives the
+    exponent from the others' largest elements. To allow for different lengths, elements of equal
+    rank are compared. With few elements, or mostly zeros, nothing is known: returns infinity.
     """
     others = np.delete(sizes_UxN, one, axis=0)
     count = TAIL * len(others)
@@ -294,7 +296,7 @@ class _Compared:
 
     @property
     def cosines(self) -> list[float]:
-        """The mean cosines, but for updates of almost no length, as where a schedule ends."""
+        """The mean cosines, without updates of almost no length, as at the end of a schedule."""
         longest = max(length for length, _ in self._cosines)
         return [cosine for length, cosine in self._cosines if length > FADED * longest]
 
@@ -325,13 +327,13 @@ class _Compared:
 
 
 def _not_faded(squares: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns squared norms of a learner and the others, without rounds where theirs are tiny."""
+    """Returns (learner's, others') squared norms, without rounds where the others' are tiny."""
     longest = max(others for _, others in squares)
     return [(own, others) for own, others in squares if others >= FADED**2 * longest]
 
 
 def _agreed(values: Sequence[float]) -> float:
-    """Returns the value that three of four reach, or 0 where they lie on both sides of it."""
+    """Returns the value that three of four values reach; 0 if many lie on both sides of 0."""
     ordered, few = sorted(values), len(values) // 4
     return max(ordered[few], 0.0) + min(ordered[-1 - few], 0.0)
 

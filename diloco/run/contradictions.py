@@ -22,7 +22,7 @@ REJECTED_SHARE = 0.1
 # Sentences on updates that count for less than they claim.
 LESS = {
     "steps": "claim more steps than there was time for",
-    "weight": "claim far more tokens than the others' weigh",
+    "weight": "claim far more tokens than the others' updates weigh",
     "norm": "were shortened: far longer for their steps than the others'",
 }
 _AS_FAST = "declare it in bounds.learners if it is as fast as it says; if not, it is misconfigured "
@@ -95,8 +95,8 @@ def _step_time(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[
     if LONGER * took_s < told_s or told_s * SHORTER * waits < took_s:
         yield one.told(
             f"says that a step of it takes {told_s:.2g} s, and announces one every {took_s:.2g} s: "
-            "its step times, or its steps, are none",
-            "see what it runs; its word of its speed changes nobody's pace and nobody's share",
+            "its step times, or its numbers of steps, are false",
+            "see what it runs; the speed that it states changes no other learner's pace or share",
             REJECTED_UPDATES,
             evidence=f"median of its newest updates; the others' take {waits:.2g} times as long as "
             "they say",
@@ -116,7 +116,7 @@ def _nothing_sent(
     if one.sent_s > settings.quorum.liveness_timeout_s + PATIENCE * each_s:
         yield one.told(
             f"says that it trains, and has announced nothing for {one.sent_s:,.0f} s, where the "
-            f"others' work came in {one.missed} rounds and more: none waits for it",
+            f"others' work came in {one.missed} rounds and more: no round waits for it",
             "see in its log what holds its updates up; if it sends heartbeats alone, `diloco auth "
             f"revoke DIR {one.name}` ends it",
             LAGGING_LEARNER,

@@ -278,7 +278,7 @@ def _of_little_use(one: LearnerStatus) -> Iterator[Finding]:
         listed = ", ".join(f"{reason} {times}" for reason, times in reasons.most_common())
         most = find(reasons.most_common(1)[0][0])
         why = f"{reasons.total()} of its last {count} updates were rejected: {listed}"
-        advice = f"{most}: {most.text}" if most else "it is a reason of another release"
+        advice = f"{most}: {most.text}" if most else "the aggregator's release has other reasons"
         yield one.told(why, advice, most.runbook if most else REJECTED_UPDATES)
 
 

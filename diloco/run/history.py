@@ -118,11 +118,11 @@ class History:
         extent: the part of the tape that was read, and from where on nothing is missing.
         times_s: when each message was stored.
         entries: all decoded messages but records.
-        garbage: messages that are not of the protocol, or of another run, learner or epoch;
-            `undecoded` are those of them that are not among `entries`.
+        garbage: messages that are not of the protocol, or that belong to another run, learner or
+            epoch; `undecoded` are the ones that are not among `entries`.
         unreadable: records that are damaged, or whose body is damaged or missing.
         bodies: names of the objects that hold records.
-        settings: those of the specification; `changes` are later ones by their sequence.
+        settings: the specification's; `changes` are the later ones, by their message's sequence.
     """
 
     specification: wire.Specification

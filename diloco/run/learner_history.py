@@ -69,14 +69,14 @@ def throughput(
 
 
 class LifeTotals(NamedTuple):
-    """Totals that lives of a learner report: bytes read, seconds stalled and in all."""
+    """Totals that a learner's lives report: bytes read, seconds stalled, and all seconds."""
 
     bytes_down: int = 0
     stall_s: float = 0.0
     run_s: float = 0.0
 
     def and_of(self, beat: wire.Heartbeat) -> "LifeTotals":
-        """Returns the sum of these totals and those of another life."""
+        """Returns the sum of these totals and those in the heartbeat of another life."""
         return LifeTotals(
             self.bytes_down + beat.bytes_down,
             self.stall_s + beat.stall_s,
@@ -219,7 +219,7 @@ def waits_of(record: wire.Record, made_at_s: float) -> tuple[tuple[float, float]
 
 
 def usual_norm(inputs: Sequence[wire.Input]) -> float:
-    """Returns the median norm of a round's updates; of two the lower, so that a long one shows."""
+    """Returns the median norm of a round's updates; of two, the lower one, so a long one shows."""
     return median_low([one.norm for one in inputs] or [1.0])
 
 

@@ -57,7 +57,7 @@ Update = tuple[str, int, int]
 
 
 class _Round(NamedTuple):
-    """The figures of a round that rates and averages need."""
+    """The figures of one round from which rates and averages are computed."""
 
     closed_at_s: float
     staleness: int
@@ -66,7 +66,7 @@ class _Round(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """The number of updates that it merged."""
+        """The number of updates that the round merged."""
         return len(self.waits)
 
 

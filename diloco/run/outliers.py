@@ -105,7 +105,7 @@ def _of_two(one: LearnerStatus, other: LearnerStatus) -> Iterator[Finding]:
 
 
 def began(points: Sequence[MergedPoint], off: Callable[[MergedPoint], bool]) -> MergedPoint | None:
-    """Returns the first point from which on at least two of three are off; None without one."""
+    """Returns the first point from which on at least two of three points are off, or None."""
     first, so_far = None, 0
     for count, point in enumerate(reversed(points), 1):
         so_far += off(point)
@@ -153,7 +153,7 @@ def _learnt(learners: Sequence[LearnerStatus]) -> float:
 
 
 def _norm(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Updates far longer than the others' in the same rounds, or far shorter."""
+    """Yields the finding on updates far longer than the others' in the same rounds, or shorter."""
     error = error_of([math.log(max(answer.norm, TINY)) for answer in one.beside])
     norms = Comparison(of_norm(one), [of_norm(other) for other in others], error)
     far = norms.far(RATIO_FLOOR)

@@ -30,10 +30,10 @@ class Finding:
         about: the subject: "bus", "store", "clock", "learner island-a" ...
         advice: what to do; "" if nothing needs to be done.
         runbook: path from the repository's root; None if nothing needs to be done.
-        evidence: figures from which it follows, if they are not in the sentence.
+        evidence: figures from which the finding follows, if they are not in the sentence.
         harm: effect of the learner's updates on the held-out loss, if that was measured.
-        since: version of the fragment in whose round it began, stored at `since_s` (seconds since
-            the epoch); None: unknown, or it is a present state.
+        since: the fragment's version in whose round the fault began, stored at `since_s` (seconds
+            since the epoch); None: unknown, or the finding is about the present alone.
     """
 
     severity: Severity
@@ -61,7 +61,7 @@ class Change(NamedTuple):
 
 
 class StoodStill(NamedTuple):
-    """The longest recent wait of an update for its version: that version, and the waiting time."""
+    """The longest recent wait of an update for its version, which was stored at `at_s`."""
 
     wait_s: float
     version: int
@@ -73,13 +73,13 @@ class ShardFigures(NamedTuple):
 
     Attributes:
         cosine: mean cosine to the others' updates in their rounds.
-        still: tensors in which they are close to zero, and the others' are not.
-        norms: their norms in each other tensor, relative to the median of the others': logarithm
-            of the ratio that three of four rounds reach.
+        still: tensors in which this learner's updates are close to zero, and the others' are not.
+        norms: for each other tensor, the logarithm of the ratio of this learner's norm to the
+            median of the others', a ratio that three of four rounds reach.
         lone: number of updates with a few elements far larger than the others' at the same places;
             `factor` is the largest ratio, `updates` the number of compared updates.
-        to_zero: median cosine to the parameters: at 1 they shrink straight to zero. None: the
-            parameters were not read.
+        to_zero: median cosine of the updates to the parameters: at 1 the updates shrink the
+            parameters straight to zero. None: the parameters were not read.
     """
 
     cosine: float
@@ -96,8 +96,8 @@ class MergedPoint(NamedTuple):
     """A merged update: its training loss, and its norm relative to the median of its round.
 
     Attributes:
-        version: version of its fragment that its round made.
-        others_loss: median loss of the others in its round; None if it was alone.
+        version: the version of the fragment that the update's round made.
+        others_loss: median loss of the other updates in its round; None if there were none.
         tokens_per_s: credited tokens a second, at the observed speed; 0: unknown.
     """
 
@@ -113,8 +113,10 @@ class Throughput(NamedTuple):
     """The rates of a learner's newest merged updates, from records alone.
 
     Attributes:
-        tokens_per_s: median; `updates_per_s`: merged updates a second.
-        tokens_change, updates_change: the rates relative to those before; 1 if little was before.
+        tokens_per_s: median of the updates' tokens a second; `updates_per_s`: merged updates a
+            second.
+        tokens_change, updates_change: these rates divided by the rates of earlier updates; 1 if
+            there are few earlier updates.
     """
 
     tokens_per_s: float
@@ -139,7 +141,7 @@ class Delays(NamedTuple):
 
 
 def delays_of(waits: Iterable[tuple[float, float]]) -> Delays | None:
-    """Returns the delays of several (seconds, steps); None if there are none."""
+    """Returns mean and worst of several delays, each (seconds, steps); None if there are none."""
     found = [*waits]
     if not found:
         return None
@@ -152,9 +154,10 @@ class UpdateAnswer(NamedTuple):
 
     Attributes:
         less: the ways in which a merged update counts for far less than it claims.
-        norm: relative to the median of its round.
-        others_loss: median loss of the others in its round; None if it was alone.
-        wait: from its announcement to its version, by the server, in seconds and in its steps.
+        norm: the update's norm divided by the median of its round.
+        others_loss: median loss of the other updates in its round; None if there were none.
+        wait: time from its announcement to its version, by the server's clock: in seconds, and in
+            steps of its learner.
         tokens: tokens that a merged update claims; `credited`: tokens that it counts for.
     """
 
@@ -174,33 +177,36 @@ class LearnerStatus:
     """One learner, at a moment.
 
     Attributes:
-        state: "quarantined" in any case, else "left", "failed", "silent", or as its heartbeat says.
+        state: "quarantined" if it is, else "left", "failed", "silent", or the state that its
+            heartbeat states.
         why: the reason of its quarantine, if the tape still has it.
-        incarnation: its newest life; `lives`: the number of lives read.
-        sudden_ends: lives that another followed although they had not left, within the last hour,
-            or within the hour before the run's end.
+        incarnation: its newest life; `lives`: the number of lives on the part of the tape read.
+        sudden_ends: number of its lives that ended without a leave and were followed by another,
+            within the last hour, or within the hour before the run's end.
         left: its newest life has left on purpose; `finished`: it did so after the run's stop.
         failed: its heartbeat states that an error ended it; `silent`: no heartbeat came for
             `quorum.liveness_timeout_s`.
-        live: an owner waits for it, or has its last update; None: no record knows its newest life.
-        superseded: an earlier life of it that still runs beside the newest; 0: none.
-        heard_s: age of its newest heartbeat; None: its newest life sent none.
-        trouble: from its heartbeat, as are `local_step` to `bytes_down`.
-        merged: updates that records merged, among those read; `rejected` likewise.
+        live: a fragment's owner waits for its updates, or has its last one; None: no record knows
+            its newest life.
+        superseded: incarnation of an earlier life that still runs beside the newest; 0: none.
+        heard_s: age of its newest heartbeat in seconds; None: its newest life sent none.
+        trouble: the error or difficulty that its heartbeat states; `local_step` to `bytes_down`
+            are from its heartbeat as well.
+        merged: number of its updates merged by the records read; `rejected` likewise.
         tokens: tokens credited for merged updates, averaged over the fragments.
         reasons: rejected updates by reason; `less`: merged updates that count for less than they
             claim, by limit: "steps" without the time for them, "weight" or "norm" far above the
             others'.
-        offences: the most that any fragment counts; see `bounds.quarantine_offences`.
-        staleness: mean of its last updates, in versions; None before any was merged.
-        wait: of those updates, from announcement to version.
-        delay: from its heartbeat: of its last updates, from the step that sent one to the step that
-            had the answer; None before any. `adoption`: of the last versions, from the record to
-            the step that adopted it.
+        offences: its greatest number of offences in any fragment (`bounds.quarantine_offences`).
+        staleness: mean staleness of its last updates, in versions; None before any was merged.
+        wait: wait of those updates, from announcement to version.
+        delay: delay of its last updates, by its heartbeat, from the step that sent one to the step
+            that had the answer; None before any. `adoption`: delay of the last versions, from the
+            record to the step that adopted it.
         merged_loss: median loss of its last merged updates, `norm` likewise; both from records.
-        recent: answers to its last updates; `beside`: to the last that were merged together with
-            other learners'.
-        trend: its merged updates, spread over all that was read.
+        recent: answers to its last updates; `beside`: answers to its last updates that were merged
+            together with other learners'.
+        trend: some of its merged updates, spread over all that was read.
         shards: figures from the shards of its newest updates; None: not read, or missing.
         release: its program, packages and platform, from its join.
         errors: the errors that ended its last lives, from their heartbeats.
@@ -208,12 +214,12 @@ class LearnerStatus:
         views: version and time of each check in which its view differed from the run's.
         upload_s: median time of its last updates from their encoding to the last shard stored.
         ahead_s: seconds by which its clock is ahead of the server's; None: unknown.
-        throughput: None before enough was merged.
-        invalid: its newest messages that are not of the protocol, of `invalids` in all.
-        step_s: seconds of a step as its updates claim, and as their announcements show, as medians
-            of the newest; None before there are enough.
+        throughput: rates of its newest merged updates; None while they are few.
+        invalid: its newest messages that are not of the protocol; `invalids` counts all of them.
+        step_s: median seconds of a step in its newest updates: as they claim, and as the times of
+            their announcements show; None while they are few.
         sent_s: seconds since it announced an update or joined; None: unknown.
-        missed: rounds of the others without its work, of the fragment where they are fewest.
+        missed: newest rounds without its work, in the fragment where they are fewest.
     """
 
     name: str
@@ -299,12 +305,14 @@ class FragmentStatus:
     """One fragment, at a moment.
 
     Attributes:
-        owner: the aggregator that has its lease, or None; `free`: none has, and there is work.
-        refused_by: aggregators that no longer serve it: its objects gave them other digests.
-        waiting: updates without an answer; the first of them came `waiting_s` ago.
-        version_s: age of its newest record.
-        round_updates: number merged by its newest version, which took `round_s`, of the
-            `live_learners` at that time.
+        owner: the aggregator that has the fragment's lease, or None; `free`: no aggregator has the
+            lease, and there is work.
+        refused_by: aggregators that no longer serve the fragment, since its objects gave them other
+            digests than the recorded ones.
+        waiting: number of updates without an answer; the first of them came `waiting_s` ago.
+        version_s: age of the fragment's newest record.
+        round_updates: number of updates merged by its newest version's round, which lasted
+            `round_s`; `live_learners`: number of live learners at that time.
     """
 
     fragment: int
@@ -329,20 +337,23 @@ class RunStatus:
         current: False if the bus is unreachable: the status is that of `as_of_s` (seconds since the
             epoch), and it is unknown who has become silent since.
         whole: counts are of the whole tape, not of its end alone.
-        quiet_s: age of the tape's newest message; `stopping_s`: of its stop message, or of a newer
-            record.
-        strangers: learners whose newest heartbeat is of a life that never joined, and that life.
-        staleness: mean of recently merged updates, in versions; `round_size`: their mean number.
-        wait: of those updates, from announcement to version; None before any.
-        usual_wait_s, usual_wait_steps: medians over those rounds of their updates' mean wait; 0
+        quiet_s: age of the tape's newest message; `stopping_s`: age of its stop message, or of a
+            newer record.
+        strangers: learners whose newest heartbeat is of a life that never joined, with that life's
+            incarnation.
+        staleness: mean staleness of the recent rounds' updates, in versions; `round_size`: mean
+            number of updates in these rounds.
+        wait: wait of these updates, from announcement to version; None before any.
+        usual_wait_s, usual_wait_steps: medians over these rounds of their updates' mean wait; 0
             without any.
-        delay, adoption: of all learners, as theirs.
+        delay, adoption: as `LearnerStatus.delay` and `adoption`, over all learners.
         stall_fraction: share of the learners' time that synchronization took from training.
-        stood_still: None before any version was made of updates.
+        stood_still: the longest recent wait of an update; None before any version was made of
+            updates.
         takeovers: times within the last hour when a fragment passed to another aggregator process.
         changes: the newest changes of the settings.
         stored: findings on the store, if it was checked.
-        findings: on its health, good and bad.
+        findings: findings on the run's health, good and bad.
     """
 
     run: str

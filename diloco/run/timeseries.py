@@ -93,8 +93,8 @@ class RejectionRow(NamedTuple):
 class Incarnation:
     """A life of a learner: one incarnation.
 
-    `left_s` is None unless it published a leave; `position` is its data position then. `merged_s`
-    is when its first update was merged.
+    `left_s` is when the life published its leave, None if it did not; `position` is its place in
+    the data at that time. `merged_s` is when its first update was merged.
     """
 
     learner: str
@@ -111,16 +111,18 @@ class TimeSeries:
     """A run's tape up to now; times are seconds since the epoch, as the server stored messages.
 
     Attributes:
-        learners: names; tables have their indices.
-        updates: first announcements of updates. `position` in batches, after it; a row is of one
-            update, or of as many as `updates` says (`condense`).
-        rounds: records that made a version by merging. `live`: learners that were live then;
-            `tokens`: merged by all rounds of the fragment so far; `down_bytes`: bytes that a
-            learner reads for it; `seq`: sequence of the record in the stream.
-        inputs: merged updates. `round` is a row of `rounds`.
-        cosines: for sampled rounds, the weighted mean over pairs of inputs and over tensors.
-        versions: every record that made a version, with rollbacks, as (seq, fragment, time).
-        totals: totals of each fragment, by its newest record.
+        learners: their names; the columns `learner` hold indices into this list.
+        updates: a row for the first announcement of each update, or for several updates after
+            `condense`; the column `updates` counts them. `position`: the sender's place in its
+            data after the update, in batches.
+        rounds: a row for each record that made a version by merging. `live`: number of learners
+            that were live at that time; `tokens`: credited by all rounds of the fragment so far;
+            `down_bytes`: bytes that a learner reads for the version; `seq`: sequence of the record.
+        inputs: a row for each merged update, or for several after `condense`; `round` is the index
+            of its round's row in `rounds`.
+        cosines: for sampled rounds, the mean cosine between the inputs (`mean_cosine`).
+        versions: a row (seq, fragment, time) for each record that made a version, also by rollback.
+        totals: each fragment's totals, from its newest record.
         extent: the part of the tape that was read, and from where on nothing is missing.
     """
 
@@ -390,7 +392,15 @@ MOST_ROWS = 200_000
 
 
 def condense(series: TimeSeries, most_rows: int = MOST_ROWS) -> bool:
-    """Halves the tables of updates with more than `most_rows`; returns whether there were any."""
+    """Merges each two neighbouring rows of `updates` and of `inputs` into one, in a long table.
+
+    Args:
+        series: the time series to shorten.
+        most_rows: a table with more rows than this is long.
+
+    Returns:
+        Whether a table was shortened.
+    """
     keys = {"updates": ("learner", "incarnation", "fragment"), "inputs": ("learner", "fragment")}
     done = False
     for name, key in keys.items():
@@ -402,7 +412,7 @@ def condense(series: TimeSeries, most_rows: int = MOST_ROWS) -> bool:
 
 
 def _halved(columns: dict[str, Column], key: tuple[str, ...]) -> dict[str, Column]:
-    """Merges rows of the same key two by two, in order of time."""
+    """Returns columns in which two rows with the same key and next in time became one row."""
     order = np.lexsort([columns["time_s"], *(columns[name] for name in reversed(key))])
     sorted_rows = {name: values[order] for name, values in columns.items()}
     changed = np.zeros(len(order), bool)

@@ -294,7 +294,7 @@ def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool)
     if not reads:
         raise ConfigError(
             f"{str(path)!r} is a bundle; this command needs the run on a server",
-            hint="put it there first: diloco restore FILE",
+            hint="restore the run to a server first: diloco restore FILE",
         )
     bundle = open_bundle(path, salvage=salvage)
     stack.callback(bundle.close)
@@ -320,7 +320,7 @@ async def _find(
                 raise RunIncompleteError(
                     f"run {config.run.name!r} begins: its server has started, and the run is being "
                     "created",
-                    hint=f"ask again in some seconds; how it goes: {target / 'logs'}",
+                    hint=f"try again in a few seconds; its logs are in {target / 'logs'}",
                 ) from error
             if at == config.bus.url:
                 raise

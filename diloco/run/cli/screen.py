@@ -98,7 +98,7 @@ def confirm(question: str) -> None:
             raise
         print()  # noqa: T201 - ends the question's line
         raise ConfigError(
-            "nothing was done, for want of an answer", hint="say it with --yes"
+            "nothing was done: the question got no answer", hint="answer yes with --yes"
         ) from None
     if not agreed:
         raise typer.Abort

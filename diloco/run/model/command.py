@@ -28,7 +28,7 @@ def evaluate(
     ] = 10.0,
     share: Annotated[
         float,
-        typer.Option("--share", help="with --follow: most of the time to score", min=0.01, max=1),
+        typer.Option("--share", help="with --follow: most of the time to spend", min=0.01, max=1),
     ] = 1.0,
     keep: Annotated[
         bool, typer.Option(help="keep scores in the run's store, for diloco report")
@@ -60,7 +60,7 @@ def sample(
     ] = 0.7,
     seed: Annotated[int, typer.Option("--seed", help="random seed")] = 0,
     follow: Annotated[
-        bool, typer.Option("--follow", help="again with every new version until the run ends")
+        bool, typer.Option("--follow", help="repeat this with every new version until the run ends")
     ] = False,
 ) -> None:
     """Generate text with the newest global model.
@@ -84,16 +84,16 @@ class FollowOptions:
         str, typer.Option("--format", help="hf, safetensors or deltas", metavar="FORMAT")
     ] = "safetensors"
     every: Annotated[
-        int, typer.Option("--every", help="versions between two that are written", min=1)
+        int, typer.Option("--every", help="least versions from one written to the next", min=1)
     ] = 1
-    keep: Annotated[int, typer.Option("--keep", help="newest versions that stay", min=1)] = 3
+    keep: Annotated[int, typer.Option("--keep", help="newest versions that are kept", min=1)] = 3
     command: Annotated[
         str | None,
-        typer.Option("--exec", help="run this after each, with its folder", metavar="CMD"),
+        typer.Option("--exec", help="run this after each version, with its folder", metavar="CMD"),
     ] = None
     credentials: Annotated[
         Path | None,
-        typer.Option("--credentials", help="a reader's [default: the file's]", metavar="FILE"),
+        typer.Option("--credentials", help="a reader's file [default: as in RUN]", metavar="FILE"),
     ] = None
     metrics_port: shared.MetricsPort = None
 
@@ -102,7 +102,7 @@ class FollowOptions:
 def follow(run: shared.Run, options: FollowOptions) -> None:
     """Keep a folder with the newest whole version of the model.
 
-    DIR/latest is a link to it. Until the run ends or SIGTERM; needs a reader's credentials only.
+    DIR/latest is a link to it. Ends with the run or at SIGTERM; needs a reader's credentials only.
     """
     with interrupts_wait():
         from diloco.run.cli.opening import run_config

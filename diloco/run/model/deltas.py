@@ -4,9 +4,10 @@
     DIR/.whole-000012    the newest version, whole, to compare the next one with
 
 `/pull_weights` of SGLang reads this form, by which slime and miles bring versions to their engines:
-a whole version is a folder of `--format hf`; a delta has the same files, in which a tensor is the
-exclusive or of its bytes, compressed, with a checksum of the resulting bytes. A reader with version
-n - 1 applies delta n; any other begins with a whole version.
+a whole version is a folder of `--format hf`. A delta has the same files, in which each tensor's
+bytes are the exclusive or of its bytes in this version and in the one before, compressed, with a
+checksum of this version's bytes. A reader with version n - 1 applies delta n; any other reader
+begins with a whole version.
 """
 
 import asyncio

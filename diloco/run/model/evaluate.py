@@ -347,7 +347,7 @@ async def run_evaluate(
         DilocoError: no such run; bus or store are unreachable; the task cannot be built.
     """
     if pace is not None and version is not None:
-        raise ConfigError("--follow scores what is new, --version what was: give one of them")
+        raise ConfigError("--follow scores new versions, --version an earlier one: give only one")
     console = Console(soft_wrap=True, highlight=False)
     async with open_run(target, name="evaluate", reads=True) as run:
 

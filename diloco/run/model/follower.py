@@ -1,9 +1,9 @@
 """A follower: yields the views of a run, version after version, verified, at no cost for the run.
 
-It reads the tape by one consumer of its own, which the server forgets when it disconnects, and
-publishes nothing. It catches up on missed records as learners do (`catchup.py`); if it reads more
-slowly than records are made, it skips to the newest. It keeps the views alone, and one fragment's
-more while that moves.
+The follower reads the tape by one consumer of its own, which the server forgets when the follower
+disconnects, and publishes nothing. It catches up on missed records as learners do (`catchup.py`);
+if it reads more slowly than records are made, it skips to the newest. It holds one view of each
+fragment, and a second view of a fragment that it moves to the next version.
 """
 
 import asyncio
