@@ -111,6 +111,8 @@ def images(folder: str) -> None:
     seen = given["input_ids"][0]
     # Its norms are float32 in any dtype, and rounding alone would be 2e-5 of gradients.
     single, torch.Tensor.float = torch.Tensor.float, torch.Tensor.double
+    shown = (given["pixel_values"], given["image_position_ids"])
+    features = torch.cat(model.model.get_image_features(*shown).pooler_output)
     logits = model(**given).logits
     told = torch.where(seen == image, -100, seen)[1:]
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], told, ignore_index=-100)
@@ -121,6 +123,7 @@ def images(folder: str) -> None:
     np.savez(
         Path(folder) / "images.npz",
         logits=_single(logits),
+        features=_single(features),
         loss=_single(loss),
         generated=more.numpy(),
         **{f"gradient/{name}": values for name, values in gradient.items()},

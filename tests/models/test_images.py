@@ -14,7 +14,7 @@ from diloco.models.decoders.task import loss_sums, tokens_of
 from diloco.models.decoders.tokens import TokenFolders
 from diloco.models.decoders.vision import ImageOptions, soft_tokens, with_tower
 from tests.models.test_models import ORACLE, TOLERANCE, apart, asked, assert_others_are, diloco
-from tests.models.weights import IMAGES, PATCHES, pictured
+from tests.models.weights import IMAGES, PATCHES, SHOWN, pictured
 
 pytestmark = pytest.mark.skipif(not ORACLE, reason="needs transformers: make test-models")
 CASE = "gemma4-whole"
@@ -66,6 +66,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(made, tmp_path):
     length = wanted["logits"].shape[1]
     batch = read_row(config, write_rows(config, tmp_path / "data"), length + 3)
     single = jax.jit(partial(logits_of, config, dtype="float32"))(params, batch)
+    np.testing.assert_allclose(wanted["features"].reshape(-1)[::31], SHOWN, atol=1e-5)
     assert apart(single[:, :length], wanted["logits"]) <= TOLERANCE
     with jax.enable_x64(True):
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)

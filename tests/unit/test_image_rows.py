@@ -15,12 +15,13 @@ from diloco.models.decoders.attention import make_attention
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.image_rows import ImageRows
 from diloco.models.decoders.model import Compute
+from diloco.models.decoders.soft_tokens import SoftTokens, in_place, runs
 from diloco.models.decoders.task import partition_of
 from diloco.models.decoders.tensors import buffers_of, multiplied, table
 from diloco.models.decoders.tokens import TokenFolders
 from diloco.models.decoders.vision import ImageOptions, soft_tokens, with_tower
 from tests.models.cases import GEMMA4_WHOLE, LLAMA
-from tests.models.weights import pictured
+from tests.models.weights import SHOWN, pictured, weight
 
 TEXT = parse_config(GEMMA4_WHOLE, source="")
 CONFIG = with_tower(TEXT, GEMMA4_WHOLE, "")
@@ -29,7 +30,6 @@ ROW = pictured(patch=4, side=2, image=90)
 # The row's images have 24 and 16 patches: 6 and 4 tokens.
 TOKENS = ROW["input_ids"][0]
 LENGTH = len(TOKENS) + 2
-BOUNDED = [name for name in buffers_of(CONFIG) if "std" not in name]
 
 
 def read(folder, **changes):
@@ -74,6 +74,12 @@ def moved(axis, by):
     return places
 
 
+def thin():
+    """Three patches of height, which are no whole squares of two."""
+    place = np.stack(np.meshgrid(np.arange(9), np.arange(3)), -1).reshape(1, 27, 2)
+    return np.concatenate([place, place])
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
@@ -85,6 +91,7 @@ def moved(axis, by):
         ({"image_position_ids": moved(1, 16)}, "rectangle"),
         ({"image_position_ids": moved(0, 1 << 40)}, "rectangle"),
         ({"image_position_ids": moved(1, -2)}, "rectangle"),
+        ({"pixel_values": ROW["pixel_values"][:, :27], "image_position_ids": thin()}, "rectangle"),
         ({"image_position_ids": moved(0, 0) * 1.0}, "float64"),
         ({"pixel_values": ROW["pixel_values"][..., :47]}, "47"),
         ({"pixel_values": ROW["pixel_values"] * 255}, "pixels from"),
@@ -170,19 +177,33 @@ def test_an_images_tokens_attend_both_ways_within_the_window():
     np.testing.assert_array_equal(seen, wanted)
 
 
-def test_embeddings_depend_on_patches_and_their_places_alone(tmp_path):
-    """Not on the patches' order or padding."""
-    rng = np.random.default_rng(0)
-    shapes = {name: entry.shape for name, entry in table(CONFIG).items() if "tower" in name}
-    leaves = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    leaves |= {name: np.inf * (-1) ** ("min" in name) + 0 * leaves[name] for name in BOUNDED}
-    params = nested(leaves)
+def test_embeddings_take_the_places_of_their_tokens_in_order():
+    """Of images with two and three tokens, of three embeddings each."""
+    soft = SoftTokens(jnp.arange(6.0).reshape(1, 6, 1), jnp.asarray([[2, 3]]))
+    marks = jnp.asarray([[0, 1, 1, 0, 1, 1, 1, 0]]) > 0
+    found = in_place(soft, marks, jnp.full((1, 8, 1), -1.0))
+    np.testing.assert_array_equal(found[0, :, 0], [-1, 0, 1, -1, 3, 4, 5, -1])
+    np.testing.assert_array_equal(runs(marks)[0], [0, 1, 1, 0, 2, 2, 2, 0])
+
+
+def tower_of(case):
+    leaves = {}
+    for name, entry in table(CONFIG).items():
+        if name.startswith("tower/"):
+            drawn = [weight(case, one, entry.checkpoint_shape) for one in entry.checkpoint_names()]
+            each = [entry.from_checkpoint(values) for values in drawn]
+            leaves[name] = np.stack(each) if entry.stacked else each[0]
+    return nested(leaves)
+
+
+def test_embeddings_are_those_of_transformers_in_any_order_of_patches(tmp_path):
+    """And whatever stands in patches that are padding."""
     row = jax.tree.map(lambda one: one[None], read(tmp_path))
-    order = rng.permutation(32)
-    other = row._replace(patches=row.patches[:, :, order], positions=row.positions[:, :, order])
-    soft = jax.jit(partial(soft_tokens, CONFIG, compute=Compute(remat=False)))
-    found, again = soft(params, row), soft(params, other)
-    np.testing.assert_array_equal(found.counts, [[6, 4, 0]])
-    for first, count in ((0, 6), (8, 4)):
-        part = slice(first, first + count)
-        np.testing.assert_allclose(found.rows[0, part], again.rows[0, part], atol=1e-5)
+    order = np.random.default_rng(0).permutation(32)
+    row = row._replace(patches=row.patches[:, :, order], positions=row.positions[:, :, order])
+    row.patches[(row.positions < 0).any(-1)] = 0.7
+    params = tower_of("gemma4-whole")
+    soft = jax.jit(partial(soft_tokens, CONFIG, compute=Compute(remat=False)))(params, row)
+    np.testing.assert_array_equal(soft.counts, [[6, 4, 0]])
+    found = np.concatenate([soft.rows[0, :6], soft.rows[0, 8:12]])
+    np.testing.assert_allclose(found.reshape(-1)[::31], SHOWN, atol=2e-5)
