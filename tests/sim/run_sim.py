@@ -22,7 +22,7 @@ Simulate = Callable[[Iterable[Trial]], Iterator[Outcome]]
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the program; returns the exit status."""
     try:
         return simulate_all(_parse())
     except ValueError as error:
@@ -31,10 +31,10 @@ def main() -> int:
 
 
 def simulate_all(arguments: argparse.Namespace) -> int:
-    """The exit code.
+    """Simulate all seeds; returns the exit status.
 
     Raises:
-        ValueError: a world, or a file of results, that cannot be followed.
+        ValueError: options that cannot be simulated, or an invalid file of results.
     """
     plans = [
         Trial(
@@ -59,7 +59,7 @@ def simulate_all(arguments: argparse.Namespace) -> int:
 
 
 def _run(plans: Sequence[Trial], arguments: argparse.Namespace) -> tuple[Sums, Outcome | None]:
-    """The sums of what passed, and the first failure."""
+    """Returns the sums over the seeds that passed, and the first failure."""
     results = Results(arguments.results, commit()) if arguments.results else None
     total, begun_s = NOTHING, time.monotonic()
     with ExitStack() as stack:
@@ -109,7 +109,7 @@ def _simulator(stack: ExitStack, jobs: int) -> Simulate:
 def _watch(
     outcomes: Iterable[Outcome], before: int, count: int
 ) -> tuple[list[Outcome], Outcome | None]:
-    """The outcomes up to the first failure, which comes by itself."""
+    """Reports progress; returns the outcomes before the first failure, and the failure."""
     done: list[Outcome] = []
     reported_s = time.monotonic()
     for outcome in outcomes:

@@ -1,8 +1,8 @@
-"""One life of a process in the simulation, and what may go wrong with it.
+"""One life of a process in the simulation, and the faults that may befall it.
 
 An actor has its own clients of bus and store (`simbus.py`, `simstore.py`), its own clock and its
-own chance, and counts what it does to the world: it can be killed at its k-th effect, before or
-after it. It can be paused for any time and then goes on with the state it had.
+own random numbers. It counts its effects on the world, so that it can be killed at its k-th effect,
+before or after that takes place. It can be paused for any time and then goes on with its state.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Killed(BaseException):
-    """The actor is dead: raised at everything it still tries."""
+    """The actor is dead; raised by each operation that it still tries."""
 
 
 # Mean time that a collector waits between two of its steps; versions are made meanwhile.
@@ -40,14 +40,14 @@ INTERLEAVED_S = 3.0
 
 
 def _collects() -> bool:
-    """Whether what runs now is a collection of garbage: an owner's, or an operator's."""
+    """Whether the current task is a collection of garbage, by an owner or an operator."""
     task = asyncio.current_task()
     name = getattr(task.get_coro(), "__qualname__", "") if task else ""
     return name in ("Collector.work", "Operator.collect")
 
 
 class ActorLog:
-    """An actor's logger: into the trace; what is logged with a traceback must not be."""
+    """An actor's logger: adds events to the trace; an exception is a `Violation`, unless allowed."""
 
     def __init__(self, actor: "Actor", about: str = "") -> None:
         self._actor = actor
@@ -73,11 +73,12 @@ class Actor:
     """One life of a process.
 
     Args:
-        name: of the process.
-        world: in which it lives.
-        faults: of its operations.
-        offset_s, drift: of its clock, against the world's.
-        reads_replicas: it may read from a replica of a stream that is behind, as learners do.
+        name: name of the process.
+        world: the world in which the process lives.
+        faults: rates of faults of its operations.
+        offset_s, drift: error of its clock against the world's: seconds, and seconds a second.
+        reads_replicas: the process may read from a stream's replica that lacks the newest
+            messages, as learners do.
     """
 
     def __init__(
@@ -100,16 +101,16 @@ class Actor:
         self.kill_at: int | None = None
         self.killed_before = True
         self.dead = False
-        # Before its daemon knows its run; and of one that goes on with a server that is lost.
+        # The daemon has not opened its run yet; the process outlives the loss of its server.
         self.starting = False
         self.outlived = False
         self.awake_since_s = 0.0
-        # Of a process of an earlier release.
+        # The process is of an earlier release.
         self.earlier = False
         self.bus_cut_until_s = 0.0
         self.store_cut_until_s = 0.0
         self.tasks: list[asyncio.Task[Any]] = []
-        # Ids of what it tried to publish.
+        # Ids of the messages that the process tried to publish.
         self.tried: set[str | None] = set()
         self.rng = random.Random(f"{world.seed}-{name}-{world.lives}")
         world.lives += 1
@@ -132,7 +133,7 @@ class Actor:
         return self.world.loop.now_s * (1 + self.drift)
 
     def wall_clock(self) -> float:
-        """Seconds since the epoch as this machine has them now; somebody may set it."""
+        """Seconds since the epoch by this machine's clock, which somebody may set."""
         since_s = self.monotonic() - self.world.loop.now_s
         return self.world.clock() + since_s + self.offset_s + self.world.set_by_s[self.name]
 
@@ -140,11 +141,11 @@ class Actor:
 
     @property
     def is_slow(self) -> bool:
-        """Whether anything that it awaits may take time."""
+        """Whether the actor's operations may be delayed."""
         return bool(self.faults.delay or self.faults.interleaved)
 
     def hit(self, rate: float, kind: str) -> bool:
-        """Whether a fault of this rate happens now; counted if it does."""
+        """Draws whether a fault of this rate happens now; counts the fault if it does."""
         if rate and self.rng.random() < rate:
             self.world.injected[kind] += 1
             return True
@@ -154,7 +155,7 @@ class Actor:
         return self.rng.expovariate(1 / mean_s)
 
     async def delay(self) -> None:
-        """Take some time now and then, and find out whether one still lives."""
+        """Wait if a delay is drawn; then end the caller if this actor has died."""
         if self.hit(self.faults.delay, "delay"):
             await asyncio.sleep(self.lasting(self.faults.delay_s))
         if (
@@ -180,21 +181,19 @@ class Actor:
         return result
 
     def check(self) -> None:
-        """Refuse to go on once this actor is dead."""
+        """Raise `Killed` if this actor is dead."""
         if self.dead:
             raise Killed
 
     def may_end_with(self, error: BaseException) -> bool:
-        """Whether a process may end with an error, to be started again."""
+        """Whether this error may end the process under the faults so far, without a violation."""
         amiss = self.world.damaged or self.name == self.world.bad
         if amiss and isinstance(error, IntegrityError | WireError):
             return True
         if self.name == self.world.bad and isinstance(error, MemoryError):
             return True
         if self.reads_replicas and isinstance(error, RunIncompleteError):
-            return (
-                True  # A replica that is behind knew of no record for as long as it has patience.
-            )
+            return True  # The replica lacked the records for as long as the process waits for them.
         if isinstance(error, AccessDeniedError) or (
             self.world.tail_lost and isinstance(error, DilocoError)
         ):
@@ -211,7 +210,7 @@ class Actor:
         return self.world.loop.now_s < self.store_cut_until_s
 
     def effect(self, what: str, name: str, action: Callable[[], Any]) -> Any:
-        """Do something to the world, unless this is the effect that the actor dies at."""
+        """Carry out an action on the world; effect `kill_at` kills the actor before or after it."""
         self.check()
         self.operations += 1
         self.world.note(self, what, name)
@@ -224,7 +223,7 @@ class Actor:
         return action()
 
     def later(self, after_s: float, action: Callable[[], Any]) -> None:
-        """Do something to the world later, whether this actor lives or not; refusals are lost."""
+        """Carry out an action later, even if this actor is dead; errors of the project are dropped."""
 
         def act() -> None:
             try:
@@ -237,13 +236,13 @@ class Actor:
     # Life
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Run something as a part of this process."""
+        """Run a coroutine as a task of this process."""
         task = self.world.loop.create_task(coroutine, context=self._context)
         self.tasks.append(task)
         return task
 
     def kill(self) -> None:
-        """End this life, as SIGKILL does: nothing it still tries reaches the world."""
+        """End this life, as SIGKILL does: no further operation of it reaches the world."""
         self.dead = True
         self.world.actors.pop(self, None)
         self.world.note(self, "killed", "")

@@ -1,4 +1,4 @@
-"""Rules of admission in the simulation: lies, damage, and learners that are quarantined."""
+"""The checker of merged and rejected updates: lies, damage, and quarantined learners."""
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
@@ -15,43 +15,43 @@ HONEST = {"superseded", "ended", "late", "missing", "rolled_back", "stale"}
 
 
 class Admission:
-    """Facts on one tape's learners that nobody believes.
+    """Checks which updates one tape's records merge and reject.
 
     Args:
-        rotten: names of objects that are damaged.
-        injected: faults so far, by kind.
-        shut_out: who is as the tape begins.
+        rotten: names of the damaged objects.
+        injected: number of faults so far, by kind.
+        shut_out: learners that are quarantined when the tape begins.
     """
 
     def __init__(
         self, rotten: Container[str], injected: Mapping[str, int], shut_out: Iterable[str] = ()
     ) -> None:
-        # Of hostile learners: updates by fragment, and whether each may be merged.
+        # Each update of a hostile learner, with its fragment: whether it may be merged.
         self.hostile: dict[tuple[int, UpdateId], bool] = {}
         self._rotten = rotten
         self._injected = injected
-        # Words about each learner that was ever shut out, oldest first: sequence, and whether it is.
+        # By learner: (sequence, active) of each quarantine message, oldest first.
         self._words: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
         for learner in shut_out:
             self._words[learner].append((0, True))
 
     def hear(self, word: wire.Quarantine, seq: int) -> None:
-        """A word about a learner: only an operator shuts an honest one out."""
+        """Note a quarantine message: only an operator may quarantine an honest learner."""
         self._words[word.learner].append((seq, word.active))
         honest = word.learner != LIAR and not self._injected["rot"]
         wrong = honest and word.active and word.by != "operator"
         hold(not wrong, "quarantine", word.learner, f"shut out by {word.by}: {word.reason}")
 
     def shut_out(self) -> bool:
-        """Whether anybody is, by the last word on each."""
+        """Whether any learner is quarantined by the newest message about it."""
         return any(words[-1][1] for words in self._words.values())
 
     def check_merged(self, fragment: int, taken: wire.Input) -> None:
-        """Nothing is merged that is a lie, is damaged, or is of somebody who is shut out."""
+        """Checks that a merged update is no lie, not damaged, and not of a quarantined learner."""
         update = update_id(taken)
         if self.hostile.get((fragment, update)) is False:
             raise Violation("fooled", str(update), f"merged: {taken}")
-        # More than anybody could take in a day of this world, by whatever clock.
+        # No learner could take so many steps in a day of this world, by any clock.
         if taken.steps_credited >= 10**8:
             raise Violation("fooled", str(update), f"believed: {taken}")
         rotten = [one.name for one in taken.shards if one.name in self._rotten]
@@ -60,7 +60,7 @@ class Admission:
         hold(not shut_out, "quarantine", update, f"merged, sent at {taken.stream_seq}")
 
     def check_rejected(self, record_seq: int, taken: wire.Rejected) -> None:
-        """An honest update is rejected for no reason that says otherwise."""
+        """Checks that the reason for which an honest update is rejected is a true one."""
         about, what = update_id(taken), f"{taken.reason}: {taken.detail}"
         hold(self._may_be_rejected(record_seq, taken), "rejected", about, what)
 
@@ -72,7 +72,7 @@ class Admission:
         return taken.reason == "checksum" and self._injected["rot"] > 0
 
     def _was_shut_out(self, learner: str, since_seq: int, until_seq: int) -> bool:
-        """Whether a learner was shut out by any word that counted between two sequences."""
+        """Whether a learner was quarantined at any time between two sequences of the tape."""
         counted = False
         for seq, active in self._words.get(learner, ()):
             if seq > until_seq:

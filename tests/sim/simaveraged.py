@@ -1,10 +1,10 @@
-"""Averaged state, as the checkers keep account of it (docs/adr/0039-trained-frozen-state.md).
+"""The checker of averaged state and of overwriting versions (docs/adr/0039-trained-frozen-state.md).
 
-A learner takes a version of it as it is: what the learner has not sent by then is let go. So each
-step that a life has taken is in an update, and ends as that does, or is let go at a version that
-the life adopted behind it; nothing else is left out, and nothing is sent twice. The same holds of
-every fragment where `sync.adopt` is "overwrite". What a version of state is made with is not the
-run's: a mean by tokens.
+A version of averaged state overwrites a learner's state, and the learner drops the progress that it
+has not sent by then. So each step of a life is either in exactly one update, or was dropped at a
+version that the life adopted after the step. The same holds for every fragment where `sync.adopt`
+is "overwrite". A version of averaged state is a mean weighted by tokens, whatever the run's outer
+optimizer is.
 """
 
 import bisect
@@ -18,7 +18,7 @@ from simtensors import Covers
 from diloco.common.protocol import wire
 from diloco.learner.core.events import Ready
 
-# What an update on an older version may still count for.
+# The greatest discount of an update on an older version of averaged state.
 NEARLY_NOTHING = 1e-5
 
 
@@ -32,10 +32,11 @@ class Life(NamedTuple):
 
 @dataclass
 class _Account:
-    """One life: what it has adopted, where its work that is neither sent nor let go begins.
+    """The version and the data positions of one life.
 
-    `overwritten`: positions at which it adopted a newer version, ascending; the first is where it
-    began. `sent`: where its last update ended.
+    `version`: the newest adopted version. `overwritten`: positions at which the life adopted a
+    newer version, ascending; the first is the position at which the life began. `sent`: the
+    position at which its last update ends.
     """
 
     version: int
@@ -45,27 +46,27 @@ class _Account:
 
 @dataclass
 class Overwritten:
-    """One fragment whose versions overwrite what learners have, on one tape."""
+    """Checks one fragment, on one tape, whose versions overwrite the learners' values."""
 
     fragment: int
     _lives: dict[tuple[str, int], _Account] = field(default_factory=dict)
 
     def begin(self, life: Life, version: int, position: int) -> None:
-        """A life begins with this version."""
+        """Note that a life begins with this version, at this data position."""
         account = _Account(version, [position], position)
         self._lives[life.learner, life.incarnation] = account
 
     def adopt(self, life: Life, ready: Ready, position: int) -> None:
-        """A life has adopted a record: a newer version overwrites what it has."""
+        """Note that a life has adopted a record's version at this data position."""
         account = self._lives[life.learner, life.incarnation]
         if ready.version > account.version:
             account.version = ready.version
             account.overwritten.append(position)
 
     def check_data(self, update: UpdateId, covers: Covers) -> int:
-        """An update begins where nothing was let go or sent any more; the steps let go before it."""
+        """Checks where an update begins; returns the number of steps dropped before it."""
         account = self._lives[update.learner, update.incarnation]
-        # At a boundary versions are adopted first: one that came with this update left it nothing.
+        # At a boundary versions are adopted before updates are made.
         newest = bisect.bisect_left(account.overwritten, covers.stop) - 1
         hold(newest >= 0, "data", update, f"{covers} was taken before its life")
         expected = max(account.sent, account.overwritten[newest])
@@ -75,11 +76,11 @@ class Overwritten:
 
 
 def check_mean(record: wire.Record) -> None:
-    """Checks that the view is the mean, by tokens, of updates on the newest version."""
+    """Checks that a record of averaged state makes the mean, weighted by tokens, of its updates."""
     about = f"fragment {record.fragment}"
     learners = {taken.learner for taken in record.inputs}
     if learners:
-        # Nobody moves it for all: who is alone in a round takes its part of a step.
+        # A round with one learner moves the state by a part of a step only.
         rate, whole = record.learning_rate, len(learners) > 1
         fits = rate == 1 if whole else 0 < rate <= 1
         made = f"made of {len(learners)} learners at {rate}, {record.momentum}"

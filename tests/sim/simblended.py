@@ -1,8 +1,9 @@
-"""Blended versions, as the checkers keep account of them (docs/adr/0063-blend-on-adoption.md).
+"""The checker of blended versions (docs/adr/0063-blend-on-adoption.md).
 
-A learner whose update is in a version that it adopts keeps a share of the steps that it has taken
-since that update. The rest is let go there: in whole steps, rounded up, of those that follow the
-update, and one stays. A verdict, or a version without its update, lets go of nothing.
+A learner that adopts a version with its own update keeps a share of its progress since that update.
+The checkers count the rest as dropped: a number of whole steps, rounded up, that directly follow
+the update; at least one step stays. At a verdict, or at a version without the learner's update,
+the learner drops nothing.
 """
 
 import bisect
@@ -18,10 +19,12 @@ from diloco.learner.core.events import Ready
 
 @dataclass
 class _Account:
-    """One life: where the work begins that is neither sent nor let go.
+    """The updates and data positions of one life.
 
-    `merged`: version and record that have its newest update, 0 while none has. `restored`:
-    positions at which it adopted a rollback, ascending; the first is where it began.
+    `restored`: positions at which the life adopted a rollback, ascending; the first is the position
+    at which the life began. `seq`: number of its newest update, which ends at the position `sent`.
+    `let_go`: number of steps dropped after that. `merged`: version and record sequence that merged
+    its newest update; (0, 0) while none has.
     """
 
     restored: list[int]
@@ -33,25 +36,25 @@ class _Account:
 
 @dataclass
 class Blended:
-    """One fragment of a run whose learners blend, on one tape."""
+    """Checks one fragment, on one tape, whose versions learners blend with their own progress."""
 
     fragment: int
     fading: float
     _lives: dict[tuple[str, int], _Account] = field(default_factory=dict)
 
     def begin(self, life: Life, _version: int, position: int) -> None:
-        """A life begins here in its data."""
+        """Note that a life begins at this data position."""
         self._lives[life.learner, life.incarnation] = _Account([position], sent=position)
 
     def merge(self, record: wire.Record, record_seq: int) -> None:
-        """A record merges updates."""
+        """Note the updates that a record merges."""
         for taken in record.inputs:
             account = self._lives.get((taken.learner, taken.incarnation))
             if account is not None and account.seq == taken.seq:
                 account.merged = (record.version, record_seq)
 
     def adopt(self, life: Life, ready: Ready, position: int) -> None:
-        """A life has adopted a record."""
+        """Note that a life has adopted a record's version at this data position."""
         account = self._lives[life.learner, life.incarnation]
         if ready.rolled_back:
             account.restored.append(position)
@@ -61,12 +64,12 @@ class Blended:
         if not 0 < version <= ready.version:
             return
         account.merged = (0, 0)
-        # Who has jumped over a record that cannot be read does not know, and keeps everything.
+        # A learner that skipped an unreadable record does not know of the merge, and drops nothing.
         if ready.record_seq == record_seq or ready.merged_seq == account.seq:
             account.let_go = faded(self.fading, position - account.sent)
 
     def check_data(self, update: UpdateId, covers: Covers) -> int:
-        """An update begins where nothing was let go or sent any more; the steps let go before it."""
+        """Checks where an update begins; returns the number of steps dropped before it."""
         account = self._lives[update.learner, update.incarnation]
         newest = bisect.bisect_left(account.restored, covers.stop) - 1
         hold(newest >= 0, "data", update, f"{covers} was taken before its life")

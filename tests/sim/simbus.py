@@ -27,7 +27,7 @@ from diloco.common.storage.bus import (
 if TYPE_CHECKING:
     from simactor import Actor
 
-# Messages that a reader may get again.
+# The number of its last messages from which one may be delivered to a reader again.
 REDELIVERED = 64
 # The least time that moves the virtual clock.
 TICK_S = 1e-3
@@ -41,7 +41,7 @@ class Reader:
         self.subjects = subjects
         self.queue: deque[Message] = deque()
         self.ready: asyncio.Future[None] | None = None
-        # The server that it reads from has lost messages, and it must ask again.
+        # The server has lost messages, and the reader must begin anew.
         self.cut_off = False
 
     def give(self, message: Message) -> None:
@@ -49,13 +49,13 @@ class Reader:
         self.wake()
 
     def wake(self) -> None:
-        """Let whoever waits look again."""
+        """Wake the task that waits for a message, so that it looks again."""
         if self.ready is not None and not self.ready.done():
             self.ready.set_result(None)
 
 
 class Pattern:
-    """A pattern that was read once: who reads it now, and the subjects that it stands for."""
+    """A subject pattern: its present readers, and the known subjects that it matches."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -67,9 +67,10 @@ class SimBroker(MemoryBroker):
     """The world's streams.
 
     Args:
-        clock: seconds since the epoch.
-        hear: is given every message once it is stored.
-        trimming: is given every stream, subject and sequence before messages below it go.
+        clock: returns seconds since the epoch.
+        hear: called with (stream, message) after each message is stored.
+        trimming: called with (stream, subject, sequence) before the subject's messages below that
+            sequence are removed.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class SimBroker(MemoryBroker):
         self._hear = hear
         self._trimming = trimming
         self._owners: dict[str, str] = {}
-        # Of each stream: sequences by subject, patterns, and the patterns of each subject.
+        # By stream: each subject's sequences, the patterns, and each subject's patterns.
         self._seqs: dict[str, dict[str, list[int]]] = defaultdict(dict)
         self._patterns: dict[str, dict[str, Pattern]] = defaultdict(dict)
         self._of_subject: dict[str, dict[str, list[Pattern]]] = defaultdict(dict)
@@ -143,14 +144,20 @@ class SimBroker(MemoryBroker):
         return pattern
 
     def last_behind(self, stream: str, subject: str, behind: int) -> Message | None:
-        """The last message of a subject, as a replica knows it that misses the newest messages."""
+        """Returns a subject's last message on a replica that lacks the stream's newest messages.
+
+        Args:
+            stream: name of the stream.
+            subject: the subject.
+            behind: number of messages that the replica lacks.
+        """
         found = self.stream(stream)
         seqs = self._seqs[stream].get(subject, [])
         known = bisect.bisect_right(seqs, found.last_seq - behind)
         return found.log[seqs[known - 1]] if known else None
 
     def open_reader(self, stream: str, subjects: list[str], start_seq: int) -> Reader:
-        """A reader that has all that is stored from `start_seq` on, and gets what comes."""
+        """Returns a reader with all messages stored from `start_seq` on; it gets later ones too."""
         if not self._patterns[stream].keys() >= set(subjects):
             check_patterns(subjects)
         found = self.stream(stream)
@@ -180,7 +187,7 @@ class SimBroker(MemoryBroker):
             log[seq] = log[seq]._replace(payload=garbled(log[seq].payload))
 
     def lose(self, stream: str, count: int) -> None:
-        """Elects a leader that lacks the newest messages, though they were acknowledged."""
+        """Removes a stream's newest `count` messages, as a new leader that lacks them would."""
         found, kept = self.stream(stream), self._seqs[stream]
         while count and (message := found.log.get(found.last_seq)) is not None:
             seqs = kept[message.subject]
@@ -199,7 +206,7 @@ class SimBroker(MemoryBroker):
                 reader.wake()
 
     def silence(self) -> None:
-        """Nobody is told of what still comes: this server is no more."""
+        """Wake all readers, which then find another server; checkers hear no message of this one."""
         for patterns in self._patterns.values():
             # A set is ordered by addresses, and the same seed would differ each time.
             for reader in dict.fromkeys(
@@ -210,18 +217,18 @@ class SimBroker(MemoryBroker):
         self._trimming = lambda _stream, _subject, _below_seq: None
 
     def owner(self, subject: str) -> str:
-        """The stream that stores a subject, of which there is a message."""
+        """Returns the stream that stores a subject; the subject has a message."""
         return self._owners[subject]
 
     def forget(self, msg_id: str) -> None:
-        """Go on as if the duplicate window had passed for this message."""
+        """Forget a message id, as after the duplicate window."""
         for stream in self._streams.values():
             stream._ids.pop(msg_id, None)
 
     def trim(self, stream: str, subject: str, below_seq: int) -> None:
         """As `Bus.trim`."""
         found, seqs = self.stream(stream), self._seqs[stream].get(subject, [])
-        # Below the oldest there is nothing to judge: what comes has higher sequences.
+        # Below the oldest sequence there is no message to remove, and never will be.
         if not seqs or below_seq > seqs[0]:
             self._trimming(stream, subject, below_seq)
         going = bisect.bisect_left(seqs, min(below_seq, found.last_of.get(subject, 0)))
@@ -231,7 +238,7 @@ class SimBroker(MemoryBroker):
 
 
 def garbled(payload: bytes) -> bytes:
-    """A message with a bit turned over, so that it is no map any more."""
+    """Returns a message with its first byte changed, so that msgpack does not read it as a map."""
     return bytes([payload[0] ^ 0x40]) + payload[1:]
 
 
@@ -243,7 +250,7 @@ class ActorBus:
         self._readers: dict[Reader, None] = {}
 
     def _enter(self) -> None:
-        """Be let in by the server.
+        """Check that the actor lives, and that the server accepts its credentials.
 
         Raises:
             AccessDeniedError: the credentials are revoked.
@@ -254,7 +261,7 @@ class ActorBus:
             raise AccessDeniedError(f"{actor.name}: the credentials are revoked")
 
     def hang_up(self) -> None:
-        """The server closes the connection: who waits finds out."""
+        """Wake the actor's readers, whose connection the server has closed."""
         for reader in self._readers:
             reader.wake()
 
@@ -298,7 +305,7 @@ class ActorBus:
             raise BusUnavailableError(f"{actor.name}: the server's disk is full")
         if actor.hit(faults.late_request, "late_request"):
             actor.check()
-            # Whatever is sent again is sent behind it: a copy never comes after the window.
+            # The client sends a retry behind this message: no copy comes after the window.
             window_s = 0.9 * actor.world.duplicate_window_s
             actor.later(min(actor.lasting(faults.late_s), window_s), store)
             raise BusUnavailableError(f"{actor.name}: request late")
@@ -320,7 +327,7 @@ class ActorBus:
         return seq
 
     def _written(self, subject: str, payload: bytes) -> bytes:
-        """A message as its sender's release writes it, and as the server stores it."""
+        """Returns the bytes that the server stores: as of the sender's release, perhaps damaged."""
         actor = self.actor
         if actor.earlier:
             payload = as_earlier(payload)
@@ -330,7 +337,7 @@ class ActorBus:
         return payload
 
     def _rot(self, subject: str, seq: int) -> None:
-        """A record is damaged after those have it who waited for it."""
+        """Damages a stored record if a fault is drawn; its waiting readers have it already."""
         if ".record." in subject and self.actor.hit(self.actor.faults.rot_record, "rot_record"):
             self._broker.rot(self._broker.owner(subject), seq)
             self.actor.world.damaged = True
@@ -371,7 +378,7 @@ class ActorBus:
         broker = self._broker
         reader = broker.open_reader(stream, subjects, start_seq)
         queue, log = reader.queue, broker.stream(stream).log
-        # Whoever reads one subject up to a certain message relies on getting each once.
+        # A reader of one subject up to a given message relies on getting each message once.
         again = self.actor.faults.redelivered if len(subjects) > 1 else 0.0
         recent: deque[Message] = deque(maxlen=REDELIVERED)
         position = start_seq
@@ -410,7 +417,7 @@ class ActorBus:
             broker.close_reader(reader)
 
     async def _reconnected(self) -> SimBroker:
-        """The server that has come in place of one that is lost; there is none for a while."""
+        """Waits for the server that replaces the lost one; returns its broker."""
         if self.actor.world.tail_lost:
             await asyncio.sleep(self.actor.rng.uniform(0.0, 2.0))
         while self.actor.world.without_server:  # noqa: ASYNC110 - virtual time
@@ -421,7 +428,7 @@ class ActorBus:
     async def _deliver(self) -> None:
         actor = self.actor
         while actor.bus_is_cut():  # noqa: ASYNC110 - virtual time
-            # At least a tick: what is left may be too little to move the time at all.
+            # At least a tick: the remaining time may be too short to advance the clock at all.
             await asyncio.sleep(max(actor.bus_cut_until_s - actor.world.loop.now_s, TICK_S))
         await actor.delay()
 

@@ -1,6 +1,7 @@
-"""A fragment as the tape has it: the account that the checkers keep of its updates and records.
+"""The checker of one fragment's updates and records.
 
-It is kept from messages alone. The first thing that does not hold is raised as a `Violation`.
+It follows the fragment by the tape's messages alone, and raises the first broken rule as a
+`Violation`.
 """
 
 import bisect
@@ -15,11 +16,12 @@ from diloco.common.storage.tape import by_learner
 
 
 class Violation(Exception):  # noqa: N818 - no error of ours, but of what is tested
-    """Something that must hold does not.
+    """A rule that must hold is broken.
 
     Args:
-        rule: names the checker.
-        about: the fragment, learner or object concerned, as it stands in traces.
+        rule: name of the checker.
+        about: the fragment, learner or object concerned, as in traces.
+        what: what was found.
     """
 
     def __init__(self, rule: str, about: str, what: str) -> None:
@@ -45,12 +47,12 @@ class UpdateId(NamedTuple):
 
 
 def update_id(taken: wire.Input | wire.Rejected | wire.Manifest) -> UpdateId:
-    """Returns the id of a manifest's, or a record entry's, update."""
+    """Returns the id of the update of a manifest or of a record's entry."""
     return UpdateId(taken.learner, taken.incarnation, taken.seq)
 
 
 class Sent(NamedTuple):
-    """An update whose manifest is on the tape; the manifest is forgotten once it is resolved."""
+    """An update whose manifest is on the tape; `manifest` is None once a record has resolved it."""
 
     manifest: wire.Manifest | None
     covers: Covers
@@ -58,10 +60,10 @@ class Sent(NamedTuple):
 
 @dataclass
 class Chain:
-    """One fragment of one tape.
+    """Checks one fragment on one tape.
 
-    `unresolved` holds each update without a record, oldest first; `merged` the steps merged of
-    each learner, as sorted starts and their stops.
+    `unresolved`: each update that no record answers, with its sequence, oldest first. `merged`: the
+    merged steps of each learner, as sorted starts and the stop of each.
     """
 
     fragment: int
@@ -74,18 +76,18 @@ class Chain:
     merged: dict[int, tuple[list[int], list[int]]] = field(
         default_factory=lambda: defaultdict(lambda: ([], []))
     )
-    # Where the next update of a life begins, and how far any life has sent.
+    # Where the next update of each life begins; where each learner's last update ended.
     next_start: dict[tuple[str, int], int] = field(default_factory=dict)
     until: dict[str, int] = field(default_factory=dict)
     digests: dict[int, tuple[str, str]] = field(default_factory=dict)
     restores: int = 0
-    # What the first record of the epoch must be, and the sums that it brings along.
+    # The record that the epoch's first record must repeat, and that record's totals.
     begins_with: wire.Record | None = None
     before: tuple[int, ...] = (0, 0, 0, 0, 0)
 
     @classmethod
     def goes_on(cls, epoch: int, file: wire.CheckpointFile, record: wire.Record) -> "Chain":
-        """The chain that a new tape begins from a checkpoint's record."""
+        """Returns the chain of a new tape that begins with a checkpoint's record."""
         return cls(
             record.fragment,
             epoch,
@@ -101,7 +103,7 @@ class Chain:
     # Updates
 
     def send(self, manifest: wire.Manifest, covers: Covers, seq: int) -> None:
-        """An honest update is announced for the first time."""
+        """Note the first announcement of an honest update."""
         update = update_id(manifest)
         self.sent[update] = Sent(manifest, covers)
         self.unresolved[update] = seq
@@ -109,12 +111,12 @@ class Chain:
         self.fates["tokens_sent"] += manifest.tokens
 
     def check_data(self, update: UpdateId, covers: Covers) -> None:
-        """Each step is sent once: lives follow each other, and each leaves nothing out."""
+        """Checks that each step is sent once: an update begins where the one before ended."""
         life = (update.learner, update.incarnation)
         expected = self.next_start.get(life)
         least = self.until.get(update.learner, 0)
         if self.restores:
-            expected = None  # A rollback lets go of what was not sent.
+            expected = None  # At a rollback learners drop the steps that they have not sent.
         if covers.start != expected if expected is not None else covers.start < least:
             raise Violation("data", str(update), f"{covers} is to follow {expected or least}")
         self.next_start[life] = self.until[update.learner] = covers.stop
@@ -122,7 +124,7 @@ class Chain:
     def resolve(
         self, record: wire.Record, taken: wire.Input | wire.Rejected, *, lies: bool
     ) -> None:
-        """Every update ends in exactly one record; one of a liar's is counted when it does."""
+        """Checks that one record answers each update; a liar's update counts as sent only then."""
         update = update_id(taken)
         fate = "merged" if isinstance(taken, wire.Input) else "rejected"
         sent = self.sent.get(update)
@@ -145,7 +147,7 @@ class Chain:
             self._merge(update, sent.covers)
 
     def _merge(self, update: UpdateId, covers: Covers) -> None:
-        """No step's progress is merged twice."""
+        """Checks that no step is merged twice."""
         starts, stops = self.merged[covers.learner]
         at = bisect.bisect_left(starts, covers.start)
         if (at > 0 and stops[at - 1] > covers.start) or (
@@ -161,7 +163,7 @@ class Chain:
     # Records
 
     def check_link(self, record: wire.Record) -> None:
-        """Versions are 0, 1, 2 ... without gap or fork, and each record builds on the last."""
+        """Checks that a record follows the one before, and that versions have no gap or fork."""
         about, before = self.about, self.record
         hold(record.epoch == self.epoch, "chain", about, f"is of epoch {record.epoch}")
         if before is None:
@@ -185,14 +187,14 @@ class Chain:
         self.restores += record.what == "restore"
 
     def follow(self, record: wire.Record, seq: int) -> None:
-        """All that a record resolves is resolved: it is the newest now."""
+        """Takes a record as the newest, after all updates that it answers were resolved."""
         self._check_position(record)
         self._check_totals(record)
         self._check_digests(record)
         self.record, self.record_seq = record, seq
 
     def _check_position(self, record: wire.Record) -> None:
-        """The position passes no unresolved update, and never goes back."""
+        """Checks that the record's position passes no unresolved update, and never goes back."""
         if self.record is not None:
             hold(record.position >= self.record.position, "position", self.about,
                  f"{record.position} after {self.record.position}")  # fmt: skip
@@ -202,7 +204,7 @@ class Chain:
             break  # They are in order.
 
     def _check_totals(self, record: wire.Record) -> None:
-        """Tokens sent = merged + rejected + in flight, and the record's sums are these."""
+        """Checks that tokens sent are those merged, rejected or in flight, and the record's totals."""
         fates = self.fates
         unresolved = (self.sent[update].manifest for update in self.unresolved)
         flying = sum(manifest.tokens for manifest in unresolved if manifest is not None)
@@ -217,7 +219,7 @@ class Chain:
         hold(found == counted, "totals", self.about, f"{found}, counted are {counted}")
 
     def _check_digests(self, record: wire.Record) -> None:
-        """A rollback has an earlier version's; that each is of its contents, the oracle knows."""
+        """Checks that a rollback's digests are the restored version's; the oracle checks all others."""
         recorded = (record.view_digest, record.outer_digest)
         if record.what != "verdict":
             self.digests[record.version] = recorded
@@ -239,7 +241,7 @@ def check_covers(manifest: wire.Manifest, covers: Covers) -> None:
 
 
 def sums(totals: wire.Totals) -> tuple[int, ...]:
-    """A record's totals, in the order of `Chain.before`."""
+    """Returns a record's totals, in the order of `Chain.before`."""
     return (
         totals.updates_merged,
         totals.updates_rejected,

@@ -1,7 +1,7 @@
-"""The checkers: what must hold after every message stored and every object stored or deleted.
+"""The checkers: the rules that must hold whenever a message or an object is stored or removed.
 
-They keep accounts of their own (`simchain.py`, `simadmission.py`, `simgarbage.py`), from what the
-broker and the store hold, and believe no actor. The first thing that does not hold ends the
+Checkers have accounts of their own (`simchain.py`, `simadmission.py`, `simgarbage.py`), made from
+the contents of the broker and the store; they believe no actor. The first broken rule ends the
 simulation as a `Violation`.
 """
 
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 
 class Checkers:
-    """All invariants of one run.
+    """All checkers of one run.
 
     Args:
-        world: whose broker and store call `on_message`, `on_deleted` and `on_trimming`.
+        world: the simulated world; its broker and store call `on_message`, `on_deleted` and
+            `on_trimming`.
     """
 
     def __init__(self, world: "World") -> None:
@@ -75,7 +76,7 @@ class Checkers:
         }
 
     def begin_epoch(self, epoch: int, file: wire.CheckpointFile) -> None:
-        """From here on there is a new tape, which begins with a checkpoint; the old one is lost."""
+        """Note that a new tape begins with a checkpoint, in place of the lost one."""
         self.past = self.fates()
         self.past["abandoned"] += self.past.pop("in_flight")
         self.epoch, self.joined, self.stopped = epoch, {}, False
@@ -96,7 +97,7 @@ class Checkers:
         return Batches(world.sizes, len(world.layout.fragments), earlier, world.injected)
 
     def _accounts(self) -> dict[int, Overwritten | Blended]:
-        """Of the fragments whose versions let go of what learners have not sent."""
+        """Returns the checkers of the fragments at whose versions learners drop unsent steps."""
         sync, accounts = self._world.settings.sync, {}
         for fragment in self._world.layout.fragments:
             if fragment.averaged or sync.adopt == "overwrite":
@@ -108,7 +109,7 @@ class Checkers:
     # Hooks
 
     def on_message(self, stream: str, message: Message) -> None:
-        """A message has been stored."""
+        """Checks a message that has just been stored."""
         if stream != names.tape_stream(self._world.run_name) or self._world.tail_lost:
             return
         subject = names.parse_subject(message.subject)
@@ -120,22 +121,22 @@ class Checkers:
     def _ask_oracle(self, message: Message) -> None:
         for finding in self.oracle.take(message, self._stored, self._world.injected):
             if finding.rule == "data" and LIAR in finding.about:
-                continue  # Of its own data everybody may lie.
+                continue  # A learner may lie about its own data.
             raise Violation(f"oracle-{finding.rule}", finding.about, finding.sentence)
 
     def on_deleted(self, name: str) -> None:
-        """An object is about to go."""
+        """Checks that an object may be deleted; called just before that."""
         if not self._world.tail_lost:
             self._guard(self.garbage.on_deleted, name)
 
     def on_trimming(self, stream: str, subject: str, below_seq: int) -> None:
-        """Messages of a subject below a sequence are about to go."""
-        # Who outlived another tape may trim what this one does not have.
+        """Checks that a subject's messages below a sequence may be removed; called just before."""
+        # A process that outlived another tape may trim messages that this tape does not have.
         if not self._world.tail_lost and below_seq > first_sequence(self.epoch):
             self._guard(self.garbage.on_trimming, stream, subject, below_seq)
 
     def _may_be_merged(self, shard: names.ShardName) -> bool:
-        """Whether the update of a shard is not resolved, and not void either."""
+        """Whether a record may still merge the update of a shard."""
         chain = self.chains[shard.fragment]
         update = UpdateId(shard.learner, shard.incarnation, shard.seq)
         if shard.epoch != self.epoch or shard.learner == LIAR:
@@ -151,7 +152,7 @@ class Checkers:
         return SoundObjects(self._world.store)
 
     def _guard(self, handler, *arguments) -> None:
-        """Whatever a checker finds ends the simulation, not the actor that was the occasion."""
+        """Calls a checker; an error of it ends the simulation, not the actor whose effect it checks."""
         try:
             handler(*arguments)
         except Violation as violation:
@@ -182,7 +183,7 @@ class Checkers:
         except WireError:
             damaged = message.payload in self._world.garbled
             if damaged or names.subject_learner(message.subject) == LIAR:
-                return  # It is no update, and nobody answers it.
+                return  # The message is no update, and no record answers it.
             raise
         chain, update = self.chains[manifest.fragment], update_id(manifest)
         known = chain.sent.get(update)
@@ -192,7 +193,7 @@ class Checkers:
                 hold(same, "manifest", update, "announced again with other contents")
             return
         if manifest.epoch != self.epoch:
-            return  # Of a process that goes on with a tape that is lost: nobody may resolve it.
+            return  # Its sender still goes on with a lost tape: no record may answer it.
         if manifest.learner == LIAR:
             covers = Covers(LIAR_INDEX, manifest.position - 1, manifest.position)
             chain.sent[update] = Sent(manifest, covers)
@@ -222,8 +223,8 @@ class Checkers:
         for entry in manifest.shards:
             if entry.name not in world.store:
                 if update.incarnation < self.joined.get(update.learner, 0):
-                    # It comes late, of a life that another has followed: it will be rejected, and
-                    # garbage collection waits for no such message.
+                    # A late message of a superseded life: it will be rejected, and garbage
+                    # collection does not wait for it.
                     learner = int(manifest.learner.rsplit("-", 1)[1])
                     return Covers(learner, manifest.position, manifest.position)
                 raise Violation("objects", str(update), f"no {entry.name}")
@@ -255,7 +256,7 @@ class Checkers:
         self.garbage.needs[record.fragment].note(record, message.seq, message.time_s)
 
     def _check_announced(self, taken: wire.Input) -> None:
-        """A record says when the server stored the announcement that it cites."""
+        """Checks that a record has the server's time of the announcement that it cites."""
         log = self._world.broker.stream(names.tape_stream(self._world.run_name)).log
         cited, said_s = log.get(taken.stream_seq), taken.announced_at_s
         right = cited is None or cited.time_s == said_s
@@ -270,7 +271,7 @@ class Checkers:
         return found
 
     def views(self, fragment: int) -> set[str]:
-        """Digests of the views that a fragment's records on the tape have."""
+        """Returns the view digests in a fragment's records on the tape."""
         log = self._world.broker.stream(names.tape_stream(self._world.run_name)).log
         subject = names.record(self._world.run_name, fragment)
         records = [self._read(one) for one in log.values() if one.subject == subject]
@@ -308,27 +309,27 @@ class Checkers:
     # Learners
 
     def on_began(self, life: Life, versions: Sequence[int], position: int) -> None:
-        """A life of a learner begins, at these versions and here in its data."""
+        """Note that a learner's life begins, with these versions, at this data position."""
         if life.epoch == self.epoch:
             for account in self.let_go.values():
                 account.begin(life, versions[account.fragment], position)
 
     def on_batch(self, life: Life, position: int, holding: Holding) -> None:
-        """A life begins a step on the batch at a position of its data."""
+        """Checks the batch, at this data position, on which a life begins a step."""
         if self._is_judged(life):
             self._guard(self.batches.train, life, position, holding)
 
     def _is_judged(self, life: Life) -> bool:
-        """Whether a life is of this tape, and the tape has all that was acknowledged."""
+        """Whether a life joined this tape, and the tape has lost no acknowledged message."""
         return life.epoch == self.epoch and not self._world.tail_lost
 
     def on_leaving(self, life: Life, position: int) -> None:
-        """A life ends in order, here in its data."""
+        """Note that a life ends in order at this data position."""
         if self._is_judged(life):
             self.batches.leave(life, position)
 
     def on_granted(self, life: Life, holding: Holding) -> None:
-        """A life has a share: by the oracle's rules it does, unless it has said its own end since."""
+        """Checks that a life has a share by the oracle's rules too, unless it has announced its end."""
         self._world.injected["shares"] += 1
         if self._is_judged(life) and self.oracle.oracle is not None:
             shares = self.oracle.oracle.shares
@@ -337,7 +338,7 @@ class Checkers:
             self._guard(hold, held or ended, "shares", life, f"is granted {holding}")
 
     def on_adopted(self, life: Life, ready: Ready, view: np.ndarray, position: int) -> None:
-        """A learner has adopted a record: its view is the aggregator's, bit for bit."""
+        """Checks that a learner's view, after adopting a record, is the aggregator's, bit for bit."""
         learner, fragment, digest = life.learner, ready.fragment, ready.view_digest
         self.adopted[learner, life.incarnation, fragment] = digest
         if shards.digest(view) != digest:
@@ -347,21 +348,21 @@ class Checkers:
             self.let_go[fragment].adopt(life, ready, position)
 
     def on_stepped(self, learner: str, waited_s: float) -> None:
-        """No step waits for anybody."""
+        """Checks that a learner's step did not wait for any other process."""
         if waited_s > 1e-6:
             self._world.fail(Violation("waits", learner, f"{waited_s:.3f} s"))
 
     # The end
 
     def check_resolved(self) -> None:
-        """Once a run has ended, nothing sent before its end is in flight."""
+        """Checks that the run has ended, and that no update sent before its end is unanswered."""
         hold(bool(self.end_seq), "end", "run", "has no end")
         for chain in self.chains:
             late = [u for u, seq in chain.unresolved.items() if seq < self.end_seq]
             hold(not late, "resolved", chain.about, f"never resolved: {late}")
 
     def fates(self) -> Counter[str]:
-        """Counts of updates by fate, over all fragments."""
+        """Returns the numbers of updates by fate, over all fragments."""
         total = Counter(self.past)
         for chain in self.chains:
             total.update(chain.fates)

@@ -1,7 +1,7 @@
-"""A learner's disk in the simulation: real files, which outlive its processes.
+"""A learner's disk in the simulation: real files, which outlive the learner's processes.
 
-A learner that returns must go on from the newest checkpoint that is whole. Its disk may cut the
-newest one short when power fails.
+A learner that returns must continue from its newest complete checkpoint. The newest file may be cut
+short when power fails.
 """
 
 import random
@@ -31,7 +31,7 @@ class Disk:
     """The checkpoints of one learner.
 
     Args:
-        rng: whether power fails when a process ends.
+        rng: draws whether and where a power failure cuts the newest file.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -39,19 +39,19 @@ class Disk:
         self._folder = TemporaryDirectory(prefix="sim-", dir=MEMORY)
         self._path = Path(self._folder.name)
         self._parts = PartFolder(self._path, KEEP)
-        # Local steps of those that are whole, oldest first.
+        # Local steps of the complete checkpoints, oldest first.
         self._whole: list[int] = []
         # Whether this life has written any.
         self._written = False
 
     def close(self) -> None:
-        """Throw it away."""
+        """Delete the disk's files."""
         self._folder.cleanup()
 
     def save(
         self, actor: Actor, context: Context, synchronizer: Synchronizer, incarnation: int
     ) -> None:
-        """Make a checkpoint, unless it is not time for one."""
+        """Write a checkpoint every `EVERY_STEPS` local steps."""
         step = synchronizer.meter.local_step
         if step % EVERY_STEPS:
             return
@@ -75,7 +75,7 @@ class Disk:
         self._whole = [*self._whole, checkpoint.facts.local_step][-KEEP:]
 
     def lose_power(self) -> bool:
-        """Cut short, half of the time, what this life has written last."""
+        """Cut this life's newest checkpoint short, half of the time; returns whether it was cut."""
         written, self._written = self._written, False
         if not written or self._rng.random() < 0.5:
             return False
@@ -87,7 +87,7 @@ class Disk:
         return True
 
     def restore(self, actor: Actor, context: Context) -> Restored | None:
-        """Returns the state from which a new life goes on."""
+        """Returns the state with which a new life begins; checks that it is the newest complete one."""
         section = LearnerSection(checkpoint_dir=str(self._path))
         found = restore(context, section, self._parts, LIKE, lambda _what, function: function())
         expected = self._whole[-1] if self._whole else None

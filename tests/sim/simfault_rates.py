@@ -5,31 +5,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """How often single operations go wrong: probabilities, and mean durations in seconds.
+    """The probability of each fault of an operation; `*_s` are mean durations in seconds.
 
     Attributes:
-        delay: of an operation, a delivery or an answer that takes `delay_s`.
-        lost_request: nothing happens, and an error comes.
-        lost_answer: it happens, and an error comes.
-        late_request: an error comes, and it happens `late_s` later: it lay in a client's buffer.
-        duplicate: it happens, and an error comes after the duplicate window has passed, so that
-            sending it again stores it twice.
-        redelivered: a reader gets a message again that it had.
-        lost_broadcast: nobody hears it.
-        stale_read: a learner's `last` is answered by a replica that is up to `stale_messages`
-            behind; others ask the stream's leader.
-        false_answer: of a compare-and-swap, as of a cluster: one that was stored is answered as
-            refused, and one that is refused, though it was tried before, as stored.
+        delay: an operation, a delivery or an answer takes `delay_s` longer.
+        lost_request: a request to the bus has no effect, and its sender gets an error.
+        lost_answer: a request to the bus takes effect, and its sender gets an error.
+        late_request: the sender gets an error, and the request takes effect `late_s` later, since
+            it lay in the client's buffer.
+        duplicate: a message is stored, and its sender gets an error after the duplicate window, so
+            that a retry stores the message a second time.
+        redelivered: a reader gets a message for a second time.
+        lost_broadcast: nobody receives a broadcast.
+        stale_read: a learner's `last` is answered by a replica that lacks up to `stale_messages`
+            of the newest messages; other processes ask the stream's leader.
+        false_answer: a cluster answers a compare-and-swap wrongly: "refused" for one that it has
+            stored, or "stored" for a retry that it refuses.
         rot: a learner's shard is damaged as soon as it is stored.
-        rot_version: what an aggregator stores of a version is.
-        rot_message: a learner's manifest cannot be decoded once it is stored.
-        rot_record: a record cannot be, soon after it was read by those who wait for it.
-        store_refused, store_lost_answer: as for requests, of the store.
-        store_slow: a call takes `slow_s`.
-        host_loss: a learner of several hosts loses one while they store an update.
-        removed: a shard that an aggregator has read is removed by its sender, unless it is kept.
-        interleaved: what a collector awaits takes so long that the tape moves meanwhile.
-        late_object: `get` of others misses an object for `visible_s` after `put` returned.
+        rot_version: an object of a version is damaged as soon as an aggregator has stored it.
+        rot_message: a learner's manifest is stored so that it cannot be decoded.
+        rot_record: a record on the tape is damaged, after its waiting readers have it.
+        store_refused: the store does not carry out a call, and the caller gets an error.
+        store_lost_answer: the store carries out a call, and the caller gets an error.
+        store_slow: a call of the store takes `slow_s` longer.
+        host_loss: a learner of several hosts loses one host while they store an update.
+        removed: a shard is removed by its sender after an aggregator has read it, unless the
+            aggregators keep it.
+        interleaved: a step of a garbage collector takes so long that the tape grows meanwhile.
+        late_object: processes other than the writer do not see an object for `visible_s` after it
+            was stored.
     """
 
     delay: float = 0.0

@@ -1,4 +1,4 @@
-"""The faults that strike a simulated run, each at times that its seed draws, until calm comes."""
+"""The faults that strike a simulated run, at times drawn from the seed, until faults are ended."""
 
 import asyncio
 import itertools
@@ -26,14 +26,14 @@ ENDED_EARLY = 0.2
 
 
 class DrawnFaults:
-    """Strikes the processes of a scenario; its plan has the kinds and the chance of each."""
+    """Strikes the processes of a scenario with the kinds of faults that the scenario's plan has."""
 
     def __init__(self, scenario: "Scenario") -> None:
         self._scenario = scenario
         self.plan, self.world = scenario.plan, scenario.world
 
     def begin(self) -> list[asyncio.Future[None]]:
-        """Begin the plan's kinds of faults, a task for each kind."""
+        """Start a task for each kind of fault in the plan; returns the tasks."""
         kinds = {
             "crash": self._crash,
             "pause": self._pause,
@@ -93,7 +93,7 @@ class DrawnFaults:
                 victim.store_cut_until_s = until_s
 
     async def _set_clock(self, rng: random.Random) -> None:
-        """Somebody sets a machine's clock, by moments or by hours, and never back again."""
+        """Somebody sets a machine's clock, by seconds or by hours, and nobody corrects it."""
         mean_s = rng.choice([5.0, 20.0])
         while True:
             await self._every(rng, mean_s)
@@ -104,17 +104,17 @@ class DrawnFaults:
             self.world.note(victim, "clock set", f"by {by_s:+.1f} s")
 
     async def _operate(self, rng: random.Random) -> None:
-        """An operator changes settings, goes back, and marks checkpoints."""
+        """An operator changes settings, rolls the run back, and makes checkpoints."""
         at = self._scenario.operator
         await self._give_commands(rng, "operator", [at.change, at.roll_back, at.mark])
 
     async def _command_more(self, rng: random.Random) -> None:
-        """An operator shuts learners out, lets them in again, and collects garbage."""
+        """An operator quarantines learners, releases them, and collects garbage."""
         at = self._scenario.operator
         await self._give_commands(rng, "commands", [at.shut_out, at.release, at.collect])
 
     async def _lead_a_life(self, rng: random.Random) -> None:
-        """An operator makes the run longer and shorter, holds it for a while, or ends it early."""
+        """An operator makes the run longer or shorter, pauses it for a while, or ends it early."""
         at = self._scenario.operator
         while True:
             await self._every(rng, 20.0)
@@ -138,7 +138,7 @@ class DrawnFaults:
             await self._scenario.operator.command(rng.choice(commands), rng)
 
     async def _loop_crashing(self, rng: random.Random) -> None:
-        """A learner dies whenever it has announced something, faster than its first update is read."""
+        """A learner dies after each update that it announces, before its first update is read."""
         world = self.world
         world.announced = partial(self._crash_soon, rng)
         while True:
@@ -170,7 +170,7 @@ class DrawnFaults:
                 self.world.full_until_s[what] = self.world.loop.now_s + rng.uniform(0.5, 20.0)
 
     async def _revoke(self, rng: random.Random) -> None:
-        """Somebody's credentials are revoked, and given again after a while."""
+        """A process's credentials are revoked, and restored after a while."""
         while True:
             await self._every(rng, 20.0)
             name = self._somebody(rng).name
@@ -182,13 +182,13 @@ class DrawnFaults:
             self.world.revoked.discard(name)
 
     async def _lose_tail(self, rng: random.Random) -> None:
-        """Once: from there on the tape itself cannot be judged."""
+        """The server loses the tape's newest messages, once; from then on no checker judges it."""
         await self._every(rng, 30.0)
         self.world.injected["tail_lost"] += 1
         self.world.lose_tail(rng.choice([1, 2, 5]))
 
     async def _lie(self, rng: random.Random) -> None:
-        """A hostile learner, which comes back whenever its process has ended."""
+        """Runs a hostile learner, and starts it again whenever its process has ended."""
         positions = itertools.count(1)
         while True:
             await self._scenario.opened()

@@ -1,7 +1,7 @@
-"""The checker of garbage collection: an account of its own of what recovery needs.
+"""The checker of garbage collection: keeps its own account of the objects that recovery needs.
 
-Of each fragment it notes what its records say as they are stored, and holds against it every
-object that is about to be deleted and every subject that is about to be trimmed.
+The checker notes each fragment's records as they are stored. Against them it checks every object
+that is about to be deleted and every subject that is about to be trimmed.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from diloco.common.protocol import names, wire
 
 
 class Made(NamedTuple):
-    """A version: its record, when that was stored, and whether it was merged from updates."""
+    """A version: its record's sequence and time, and whether it was merged from updates."""
 
     version: int
     record_seq: int
@@ -25,9 +25,9 @@ class Needs:
     """The objects that a fragment's records name.
 
     Attributes:
-        wholes: versions of which view and outer state are stored, ascending.
-        deltas, states, shards: the version that each object belongs to.
-        pinned: names of the tape's checkpoints, and the version that each keeps.
+        wholes: versions whose view and outer state are stored, ascending.
+        deltas, states, shards: the version to which each object belongs.
+        pinned: (checkpoint, version) for each of the tape's checkpoints.
     """
 
     made: list[Made] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Needs:
     position: int = 1
 
     def note(self, record: wire.Record, record_seq: int, stored_at_s: float) -> None:
-        """Take a record that has just been stored."""
+        """Note a record that has just been stored."""
         self.newest_stored_s, self.position = stored_at_s, record.position
         if record.what == "verdict":
             return
@@ -57,7 +57,7 @@ class Needs:
                 self.shards[shard.name] = version
 
     def floor(self, replay_window_s: float) -> Made:
-        """The oldest version from which everything that is needed can be made again."""
+        """Returns the oldest version from which recovery may begin, checkpoints aside."""
         since_s = self.newest_stored_s - replay_window_s
         floor = self.wholes[-2:][0]
         recent = next((made for made in self.made if made.stored_at_s > since_s), None)
@@ -68,14 +68,14 @@ class Needs:
 
 
 class GarbageChecker:
-    """Holds deletions and trims against what is needed.
+    """Checks that nothing needed is deleted or trimmed.
 
     Args:
-        run: its name.
-        fragments: how many.
-        replay_window_s, keep_checkpoints: as of the run's collectors.
+        run: the run's name.
+        fragments: the number of fragments.
+        replay_window_s, keep_checkpoints: the settings of the run's collectors.
         hold: raises unless its first argument is true.
-        sent: whether an update may still be, or is yet to be, merged: by its shard's name.
+        sent: returns whether the update of a shard may still be merged.
     """
 
     def __init__(
@@ -98,17 +98,17 @@ class GarbageChecker:
         self.trimmed = 0
 
     def note_checkpoint(self, checkpoint: wire.Checkpoint) -> None:
-        """From now on the versions of a checkpoint must stay."""
+        """Note a checkpoint, whose versions must stay from now on."""
         for fragment, version in enumerate(checkpoint.versions):
             self.needs[fragment].pinned.append((checkpoint.name, version))
 
     def begin_epoch(self, file: wire.CheckpointFile) -> None:
-        """The tape begins anew with a checkpoint."""
+        """Begin anew, since a new tape begins with a checkpoint."""
         pinned = [(file.name, record.version) for record in file.records]
         self.needs = {f: Needs(pinned=[one]) for f, one in enumerate(pinned)}
 
     def on_deleted(self, name: str) -> None:
-        """An object is about to go."""
+        """Checks an object that is about to be deleted."""
         self.deleted += 1
         shard = names.parse_shard(self._run, name)
         if shard is not None:
@@ -139,12 +139,12 @@ class GarbageChecker:
         self._hold(free, "garbage", about, f"{name} is needed from {floor} on")
         free = delta is None or delta <= floor.version
         self._hold(free, "garbage", about, f"{name} is needed from {floor} on")
-        # The newest by their names: a mark may be stored long after others that followed it.
+        # The newest by name: a checkpoint's message may be stored after that of a later checkpoint.
         pinned = state is not None and state in dict(sorted(needs.pinned)[-self._keep :]).values()
         self._hold(not pinned, "garbage", about, f"{name} is kept by a checkpoint")
 
     def on_trimming(self, stream: str, subject: str, below_seq: int) -> None:
-        """Messages of a subject below a sequence are about to go."""
+        """Checks a subject whose messages below a sequence are about to be removed."""
         self.trimmed += 1
         if stream != names.tape_stream(self._run):
             return

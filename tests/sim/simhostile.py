@@ -1,8 +1,8 @@
-"""A hostile learner: manifests that decode, and lie.
+"""A hostile learner, whose manifests decode, and lie.
 
-It holds a learner's credentials: it may publish under its own subjects and store under its own
-prefix, and nothing else. Each lie is one update; what may be merged of them is what an honest
-learner might have sent as well.
+It has a learner's credentials: it may publish under its own subjects and store objects under its
+own prefix, and do nothing else. Each lie is one update. Only lies that an honest learner might have
+sent as well may be merged (`MAY_BE_MERGED`).
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from diloco.learner.core.events import (
 from diloco.learner.wire.incarnation import join
 from diloco.learner.wire.publish import Uploader
 
-# Seconds between two lies, and how many of them are no manifests.
+# Mean seconds between two lies, and the share of them that are no manifests.
 EVERY_S = 3.0
 GARBLED = 0.15
 
 
 class Truth(NamedTuple):
-    """The basis of a lie: an update that an honest learner might announce."""
+    """The basis of a lie: a true manifest of the liar, and other learners' manifests."""
 
     manifest: wire.Manifest
     others: list[wire.Manifest]
@@ -50,7 +50,7 @@ def _honest(truth: Truth, _rng: random.Random) -> wire.Manifest:
 
 
 def _slow_and_late(truth: Truth, rng: random.Random) -> wire.Manifest:
-    """Times that nobody can have measured."""
+    """Claims times and losses that nobody can have measured."""
     times = {"step_time_s": rng.choice([0.0, 1e-9, 1e12]), "encode_s": 1e12, "upload_s": 1e12}
     return _with(truth, **times, loss=rng.choice([-1e300, 0.0, 1e300]))
 
@@ -74,7 +74,7 @@ def _outside_of_its_prefix(truth: Truth, _rng: random.Random) -> wire.Manifest:
 
 
 def _anothers_work(truth: Truth, rng: random.Random) -> wire.Manifest:
-    """The shards of somebody else's update as its own."""
+    """Claims the shards of another learner's update."""
     if not truth.others:
         return _future(truth, rng)
     return _with(truth, shards=rng.choice(truth.others).shards)
@@ -124,8 +124,8 @@ def _unborn(truth: Truth, _rng: random.Random) -> wire.Manifest:
 
 
 Lie = Callable[[Truth, random.Random], wire.Manifest]
-# What may be merged: it is credited as far as it can be believed, or it is judged by rules that
-# depend on when it comes.
+# Lies that may be merged: their claims are credited only as far as they are credible, or they are
+# judged by rules that depend on when they come.
 MAY_BE_MERGED: tuple[Lie, ...] = (
     _honest,
     _slow_and_late,
@@ -154,10 +154,10 @@ class Liar:
     """A hostile learner's process.
 
     Args:
-        context: with its own bus and store.
-        world: whose checkers know which of its updates are lies.
-        rng: which lie comes next.
-        positions: of its data, over all its lives.
+        context: the liar's context, with its own bus and store.
+        world: the simulated world, whose checkers are told which updates are lies.
+        rng: draws the lies.
+        positions: yields data positions, over all lives of the liar.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Liar:
         self._positions = positions
 
     async def live(self) -> None:
-        """Join, and lie for ever."""
+        """Join the run, and send lies until the process is ended."""
         life = await join(self._context, "somewhere")
         while True:
             await asyncio.sleep(self._rng.expovariate(1 / EVERY_S))
@@ -185,7 +185,7 @@ class Liar:
         fragment = self._rng.randrange(len(self._seqs))
         chain = world.checkers.chains[fragment]
         if chain.record is None:
-            return  # A tape that has just been begun: nothing of this fragment is on it.
+            return  # A new tape has no record of this fragment yet.
         honest = [one.manifest for one in chain.sent.values()]
         others = [one for one in honest if one and one.learner != context.learner]
         true = await self._true(fragment, incarnation, chain.record)
@@ -203,7 +203,7 @@ class Liar:
         await context.bus.publish(subject, payload)
 
     async def _true(self, fragment: int, incarnation: int, record: wire.Record) -> wire.Manifest:
-        """An update of one step to a record's version, whose shards are stored."""
+        """Stores an update of one step on a record's version; returns its true manifest."""
         world, context = self._world, self._context
         self._seqs[fragment] += 1
         position = next(self._positions)
@@ -248,7 +248,7 @@ class Liar:
 
 
 def _garbled(payload: bytes, rng: random.Random) -> bytes:
-    """Of a schema to come, of somebody else, cut off, or with a byte that is another."""
+    """Returns a damaged message: of a later schema, in another's name, cut short, or empty."""
     return rng.choice(
         [
             payload.replace(b"\xa6schema\x01", b"\xa6schema\x02"),

@@ -1,4 +1,4 @@
-"""A learner of a simulated run: production code, life by life, as `diloco.learner.leading_host` puts it together."""
+"""A learner of a simulated run: production code, assembled as in `diloco.learner.leading_host`."""
 
 import asyncio
 import contextlib
@@ -42,12 +42,12 @@ from diloco.learner.wire.incarnation import (
 from diloco.learner.wire.publish import Publisher, Uploader
 from diloco.learner.wire.receive import Receiver, VersionFetcher, load, start_at
 
-# As `learner.drain_timeout_s`.
+# The value of `learner.drain_timeout_s`.
 LEAVE_S = 20.0
 
 
 class SimBackground:
-    """`diloco.learner.background.Background` within the virtual loop."""
+    """Replaces `diloco.learner.background.Background`: its tasks run in the virtual loop."""
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
@@ -77,10 +77,10 @@ class SimBackground:
 
 
 class SimClaims(Claims):
-    """`Claims` of a loop that does not stop its thread while it waits for a share."""
+    """`Claims` that wait for a share in the virtual loop, instead of blocking a thread."""
 
     async def held_at(self, position: int) -> Holding | None:
-        """As `at`."""
+        """Works as `at`, and waits in the virtual loop; returns None if the learner is to end."""
         while self._find(position) is None:
             self._check_life()
             if self._ends():
@@ -91,10 +91,10 @@ class SimClaims(Claims):
 
 @dataclass(kw_only=True)
 class SimSynchronizer(Synchronizer):
-    """`Synchronizer` that shows the checkers each view it has adopted.
+    """A `Synchronizer` that shows the checkers each view that it adopts.
 
     Attributes:
-        life: whose it is.
+        life: the learner's life to which it belongs.
     """
 
     life: Life
@@ -108,16 +108,16 @@ class SimSynchronizer(Synchronizer):
 
 
 class SimLearner:
-    """A learner in virtual time: production publisher, receiver, core and synchronizer, life by life.
+    """A learner in virtual time, with the production publisher, receiver, core and synchronizer.
 
     Args:
-        world: where it trains.
-        index: its number; it is named after it.
-        step_s: of an inner step.
-        heartbeat_interval_s: between heartbeats.
-        hosts: numbers of hosts, one of which each life has.
+        world: the world in which it trains.
+        index: its number, from which its name is made.
+        step_s: mean seconds of an inner step.
+        heartbeat_interval_s: seconds between heartbeats.
+        hosts: possible numbers of hosts; each life draws one of them.
         disk: keeps its checkpoints.
-        life: of `Actor`, for all its lives.
+        life: arguments of `Actor` for each of its lives.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class SimLearner:
         self.incarnation = 0
 
     async def live(self, begin: Callable[[Actor], None] | None = None) -> bool:
-        """One life, to its end; True if it ended on purpose. `begin` may change the actor."""
+        """Run one life to its end; returns True if it was not killed. `begin` may change its actor."""
         world = self.world
         self.leave_asked = False
         self.incarnation = 0
@@ -163,7 +163,7 @@ class SimLearner:
         return not actor.dead
 
     async def _live(self, actor: Actor, background: SimBackground, context: LearnerContext) -> None:
-        """As `diloco.learner.leading_host` does it."""
+        """Run one life, in the order of `diloco.learner.leading_host`."""
         world, tensors, peers = self.world, self.world.tensors, Alone()
         actor.starting = True
         specification = await load_specification(actor.bus, world.run_name)
@@ -230,7 +230,7 @@ class SimLearner:
         life: Joined,
         place: ResumePosition,
     ) -> SimClaims:
-        """Its shares of the data; none where the world's data is not divided."""
+        """Returns the life's claims to shares of the data; they are divided only if the world's are."""
 
         def told(holding: Holding, _end: int) -> None:
             own = Life(context.epoch, context.learner, life.incarnation)
@@ -244,7 +244,7 @@ class SimLearner:
         return claims
 
     async def _end_when_superseded(self, context: LearnerContext, life: Joined) -> None:
-        """As `diloco.learner.leading_host` does it: the error ends the process."""
+        """End the process once a newer one has its name, or its life has expired."""
         try:
             await end_when_superseded(context, life)
         except SupersededError:
@@ -255,7 +255,7 @@ class SimLearner:
             context.bus.actor.kill()
 
     def _uploader(self, actor: Actor, context: LearnerContext, replica: Any) -> Any:
-        """Of as many hosts as this life has."""
+        """Returns an uploader for the number of hosts that this life draws."""
         hosts = actor.rng.choice(self.hosts) if len(self.hosts) > 1 else self.hosts[0]
         if hosts == 1:
             return Uploader(context, replica)
@@ -263,7 +263,7 @@ class SimLearner:
         return MeshUploader(context, replica, actor, hosts)
 
     async def _next_batch(self, synchronizer: SimSynchronizer, claims: SimClaims) -> bool:
-        """Whether there is one: not for who is to end while it waits for a share."""
+        """Waits for the next batch; returns False if the learner is to end instead."""
         holding, life = await claims.held_at(synchronizer.position), synchronizer.life
         if holding is not None:
             self.world.checkers.on_batch(life, synchronizer.position, holding)

@@ -1,8 +1,8 @@
 """An event loop in virtual time: its clock jumps to the next timer instead of waiting.
 
-Much leaner than asyncio's own, and with two things more: whoever is *frozen* (all that runs in a
-context of an actor that is paused) gets no turn until it thaws, and a violation ends the loop at
-once, whatever the code under test does with exceptions.
+The loop is much leaner than asyncio's own, and adds two abilities: the callbacks of a *frozen*
+(paused) actor do not run until the actor thaws, and a violation ends the loop at once, whatever the
+code under test does with exceptions.
 """
 
 import asyncio
@@ -13,18 +13,18 @@ from collections.abc import Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
-# The actor on whose behalf something runs; tasks and timers inherit it.
+# The actor to which the running code belongs; tasks and timers inherit it.
 ACTOR: ContextVar[Any] = ContextVar("actor", default=None)
 
 
 class StuckError(Exception):
-    """Nothing is scheduled, and what was awaited has not come."""
+    """No callback is scheduled, and the awaited result has not come."""
 
 
 class _Handle(list[Any]):
-    """A callback to come, its arguments, its context and its time; `cancel` as asyncio's.
+    """A scheduled callback, its arguments, context and time; has the methods of asyncio's handles.
 
-    A list, because Python makes and unpacks no other object of a class as quickly.
+    The class is a list, which Python makes and unpacks faster than any other object of a class.
     """
 
     __slots__ = ()
@@ -92,26 +92,26 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return handle
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Ignores the error of a task that nobody awaits: its owner looks at it, if anybody."""
+        """Ignores the error of a task that nobody awaits."""
 
     # Actors
 
     def freeze(self, actor: object) -> None:
-        """Give the actor no turn, until `thaw`."""
+        """Hold back the actor's callbacks until `thaw`."""
         self._frozen.setdefault(actor, [])
 
     def thaw(self, actor: object) -> None:
-        """Let the actor go on, with all that would have happened to it meanwhile."""
+        """Run the actor's callbacks again, first those that were held back."""
         self._ready.extend(self._frozen.pop(actor, ()))
 
     def fail(self, failure: BaseException) -> None:
-        """End `run_until_complete` with this, at once; the first one counts."""
+        """Make `run_until_complete` raise this failure at once; only the first failure counts."""
         self._failure = self._failure or failure
 
     # Running
 
     def run_until_complete(self, future: Any) -> Any:
-        """Run until the coroutine has ended; its result."""
+        """Run until the coroutine has ended; returns its result."""
         events._set_running_loop(self)
         try:
             task = asyncio.ensure_future(future)
@@ -124,7 +124,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             events._set_running_loop(None)
 
     def drain(self) -> None:
-        """Cancel all tasks and let them end, without a further second going by."""
+        """Cancel all tasks and let them end, without advancing the clock."""
         self._failure = None
         for actor in list(self._frozen):
             self.thaw(actor)

@@ -1,8 +1,8 @@
-"""A learner of several hosts in the simulation: each block is uploaded by one of them, by chance.
+"""A learner of several hosts in the simulation: a randomly chosen host uploads each block.
 
-What a learner's mesh is must make no difference to anybody else. The hosts store their shards side
-by side; one process stands for all of them, and dies with all of them. A host may be lost while it
-stores its shards; those of the others are stored all the same, and nobody announces them.
+A learner's mesh must make no difference to other processes. The hosts store their shards at the
+same time; one process stands for all hosts. A host may be lost while it stores its shards: the
+other hosts' shards are stored, nobody announces them, and the process ends.
 """
 
 import asyncio
@@ -21,21 +21,21 @@ from diloco.learner.core.events import (
 )
 from diloco.learner.wire.publish import Uploader, UploadResult
 
-# Mean time until the others end with a host that is lost.
+# Mean time until the other hosts end after one host is lost.
 NOTICED_S = 3.0
-# Runs of blocks of one host, of any length.
+# The most runs of consecutive blocks that belong to one host.
 RUNS = 6
 
 
 def _owners(rng: random.Random, hosts: int, blocks: int) -> np.ndarray:
-    """A host for each block: a few runs, and single blocks where there are few."""
+    """Draws the host of each block, in at most `RUNS` runs of consecutive blocks."""
     cuts = sorted(rng.sample(range(1, blocks), min(RUNS, blocks) - 1))
     lengths = np.diff([0, *cuts, blocks])
     return np.repeat([rng.randrange(hosts) for _ in lengths], lengths)
 
 
 class _Host:
-    """A host's part of a replica: what `Uploader` asks for."""
+    """A host's part of a replica, with the methods that `Uploader` calls."""
 
     def __init__(self, replica: LightReplica, owned: list[np.ndarray]) -> None:
         self._replica = replica
@@ -55,7 +55,7 @@ class _Host:
 
 
 class MeshUploader:
-    """`Uploader` of a learner whose blocks lie on several hosts."""
+    """The uploader of a learner whose blocks lie on several hosts."""
 
     def __init__(self, context: Context, replica: LightReplica, actor: Actor, hosts: int) -> None:
         self._actor = actor
@@ -72,7 +72,7 @@ class MeshUploader:
         ]  # fmt: skip
 
     async def store(self, incarnation: int, send: Send, codes: Any) -> UploadResult:
-        """As `Uploader.store`, of all hosts; one of them may be lost, and all end with it."""
+        """Works as `Uploader.store` for all hosts; one host may be lost, which ends the process."""
         uploaders = self._uploaders
         if self._actor.hit(self._actor.faults.host_loss, "host_loss"):
             lost = self._actor.rng.randrange(len(uploaders))
@@ -89,7 +89,7 @@ class MeshUploader:
         return UploadResult(tuple(entries), max(each.encoded_at_s for each in stored))
 
     def _die(self, others: list[Uploader], incarnation: int, send: Send, codes: Any) -> NoReturn:
-        """The host that speaks is lost: what the others are about to store comes behind its end."""
+        """Kill the process, since host 0 is lost; the other hosts' shards are stored afterwards."""
         actor = self._actor
         for uploader in others:
             for shard, data in uploader._pack(incarnation, send, codes):

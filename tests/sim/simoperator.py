@@ -1,4 +1,4 @@
-"""The operator of a simulated run, whose commands meet the same faults as everybody."""
+"""The operator of a simulated run, whose commands meet the same faults as daemons."""
 
 import asyncio
 import random
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 Command = Callable[[Context, random.Random], Awaitable[None]]
 # A command that takes longer is interrupted.
 PATIENCE_S = 30.0
-# How often a changed length is a longer one.
+# The probability that a change of the run's length makes it longer.
 LONGER = 0.75
-# Steps that nobody takes in a check of pauses.
+# Steps by which a paused run is made longer, so that it cannot end during the check of pauses.
 FAR = 200
 
 
 class Operator:
-    """Somebody with a terminal.
+    """Runs operators' commands, each as an actor of its own.
 
     Args:
-        world: of the run.
-        learners: their names.
-        begin: changes the actor of each command.
+        world: the simulated world.
+        learners: names of the run's learners.
+        begin: called with the actor of each command before the command runs.
     """
 
     def __init__(self, world: "World", learners: list[str], begin: Callable[[Actor], None]) -> None:
@@ -46,7 +46,7 @@ class Operator:
         self._length = 1
 
     async def command(self, command: Command, rng: random.Random) -> bool:
-        """Run a command; whether it succeeded."""
+        """Run a command; returns whether it succeeded."""
         context = self._world.operator()
         actor: Actor = context.bus.actor  # type: ignore[attr-defined]
         self._begin(actor)
@@ -55,7 +55,7 @@ class Operator:
         await asyncio.wait([task], timeout=PATIENCE_S)
         error = task.exception() if task.done() and not task.cancelled() else None
         unexpected = not isinstance(error, DilocoError)
-        # An object that is gone may be one that the store does not show yet: the word says so.
+        # A missing object may be one that the store does not show yet: the error allows a retry.
         unexpected |= isinstance(error, IntegrityError) and not error.retry
         if error is not None and unexpected and not (actor.dead or self._world.damaged):
             self._world.fail(Violation("breaks", actor.name, repr(error)))
@@ -64,7 +64,7 @@ class Operator:
         return succeeded
 
     async def change(self, context: Context, rng: random.Random) -> None:
-        """`diloco run set`."""
+        """Run `diloco run set` with drawn values."""
         now, seq = await effective_settings(context)
         sections = {
             "sync": {"min_steps": min(now.sync.interval_steps, rng.choice([1, 2, 4]))},
@@ -77,32 +77,32 @@ class Operator:
         await run_settings.change_settings(context, parse_settings(document), based_on=seq)
 
     async def lengthen(self, context: Context, rng: random.Random) -> None:
-        """`diloco run set run.steps=...`: longer, and now and then shorter."""
+        """Run `diloco run set run.steps=...` with a greater number, now and then a smaller one."""
         now, _ = await effective_settings(context)
         by = rng.choice([1, now.sync.interval_steps, 2 * now.sync.interval_steps])
         longer = rng.random() < LONGER
         await self._set_run(context, steps=max(1, now.run.steps + (by if longer else -by)))
 
     async def pause(self, context: Context, _chance: random.Random) -> None:
-        """`diloco run pause`."""
+        """Run `diloco run pause`."""
         await self._set_run(context, paused=True)
 
     async def proceed(self, context: Context, _chance: random.Random) -> None:
-        """`diloco run continue`."""
+        """Run `diloco run continue`."""
         await self._set_run(context, paused=False)
 
     async def hold(self, context: Context, _chance: random.Random) -> None:
-        """Pause a run, and make it so long that it cannot end meanwhile if somebody goes on."""
+        """Pause a run, and make it so long that it cannot end even if learners ignore the pause."""
         now, _ = await effective_settings(context)
         self._length = now.run.steps
         await self._set_run(context, paused=True, steps=self._length + FAR)
 
     async def let_go(self, context: Context, _chance: random.Random) -> None:
-        """As long as before `hold`, unless the round that is being made goes beyond."""
+        """Give the run the length that it had before `hold`."""
         await self._set_run(context, steps=self._length)
 
     async def end(self, context: Context, _chance: random.Random) -> None:
-        """`diloco run end`."""
+        """Run `diloco run end`."""
         await run_settings.end_run(context, "operator")
 
     @staticmethod
@@ -113,7 +113,7 @@ class Operator:
         await run_settings.change_settings(context, parse_settings(document), based_on=seq)
 
     async def roll_back(self, context: Context, rng: random.Random) -> None:
-        """`diloco run rollback`."""
+        """Run `diloco run rollback`, by up to four versions."""
         back = rng.randint(0, 4)
         newest = [chain.record.version for chain in self._world.checkers.chains if chain.record]
         wanted = {fragment: max(0, version - back) for fragment, version in enumerate(newest)}
@@ -121,24 +121,24 @@ class Operator:
         await rollback.roll_back(context, targets)
 
     async def mark(self, context: Context, _chance: random.Random) -> None:
-        """`diloco run checkpoint`."""
+        """Run `diloco run checkpoint`."""
         await checkpoint.mark(context)
 
     async def resume(self, context: Context, _chance: random.Random) -> None:
-        """`diloco run resume`."""
+        """Run `diloco run resume`."""
         await self._world.resume(context.bus.actor)  # type: ignore[attr-defined]
 
     async def shut_out(self, context: Context, rng: random.Random) -> None:
-        """`diloco run quarantine`."""
+        """Run `diloco run quarantine` for one learner."""
         await quarantine(context, rng.choice(self._learners), active=True, reason="simulated")
 
     async def release(self, context: Context, _chance: random.Random) -> None:
-        """`diloco run release`, of everybody."""
+        """Run `diloco run release` for each quarantined learner."""
         for learner in sorted(await quarantined_learners(context)):
             await quarantine(context, learner, active=False, reason="simulated")
 
     async def collect(self, context: Context, _chance: random.Random) -> None:
-        """`diloco run gc`, beside the aggregators' own."""
+        """Run `diloco run gc`, beside the aggregators' own garbage collection."""
         found = await find(context, context.gc)
         await trim_tape(context, found.trims)
         await delete(context, [item.name for item in found.objects])

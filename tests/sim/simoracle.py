@@ -1,4 +1,4 @@
-"""The oracle beside a simulated run: every message goes to it, what it finds ends the simulation."""
+"""The oracle beside a simulated run: reads every message; each violation ends the simulation."""
 
 import struct
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from diloco.judge.oracle.remake import Arrays, BlockGrid, Numbers
 
 
 def _norms(grid: BlockGrid, _codec: Codec, update: Encoded) -> np.ndarray:
-    """A light update is as long as the steps that it covers (`simtensors.py`)."""
+    """Returns a light update's norm: the number of steps that it covers (`simtensors.py`)."""
     _, start, stop = update.codes.reshape(-1, grid.block)[0, :3]
     return np.asarray([stop - start], np.float64)
 
@@ -44,13 +44,13 @@ def _step(
     factors_S: np.ndarray,
     record: Any,
 ) -> None:
-    """New parameters are a digest of the old ones, the inputs, the factors and the rates."""
+    """Makes light parameters: a digest of the old ones, the inputs, the factors and the rates."""
     rates = struct.pack("<dd", record.learning_rate, record.momentum)
     digest = xxhash.xxh3_128_digest(arrays.theta.tobytes() + total + factors_S.tobytes() + rates)
     arrays.theta = np.resize(np.frombuffer(digest, np.uint8), grid.size).astype(np.float32)
 
 
-# With any of these an owner may be late for its own timers.
+# Kinds of faults under which an owner may be late for its own timers.
 SLOWING = (
     "delay", "pause", "partition", "store_slow", "store_refused", "store_lost_answer",
     "lost_request", "lost_answer", "late_request", "duplicate", "clock_step",
@@ -64,8 +64,8 @@ class OracleOfTapes:
     """An oracle for each tape of a run.
 
     Args:
-        layout: the run's.
-        light: tensors are digests.
+        layout: the run's layout.
+        light: whether the world's tensors are light (`simtensors.Light`).
     """
 
     def __init__(self, layout: Layout, *, light: bool) -> None:
@@ -76,7 +76,7 @@ class OracleOfTapes:
     def take(
         self, message: Message, store: ObjectStore, injected: Mapping[str, int]
     ) -> list[Violation]:
-        """The tape's next message; what it breaks, given the faults so far."""
+        """Reads the tape's next message; returns the rules that it breaks, given the faults so far."""
         item = read_message(message, store, self._layout)
         body = getattr(item, "body", None)
         if isinstance(body, wire.Specification):

@@ -1,6 +1,6 @@
-"""A long simulation in pieces: each that has passed is a line of a file, and is not run again.
+"""A long simulation in pieces of some seeds: a file has a line for each piece that has passed.
 
-A line counts for its own commit and its own settings alone.
+A piece with a line is not run again, if the line is of the same commit and the same settings.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from simtrial import FULL, KINDS, Outcome, Trial
 
-# Seeds of a piece.
+# The number of seeds in a piece.
 PIECE = 50
 
 
@@ -26,7 +26,7 @@ class Sums(NamedTuple):
     injected: Counter[str]
 
     def plus(self, other: "Sums") -> "Sums":
-        """Both together."""
+        """Returns the sums over both sets of seeds."""
         return Sums(*(mine + others for mine, others in zip(self, other, strict=True)))
 
 
@@ -34,7 +34,7 @@ NOTHING = Sums(0, 0, 0.0, 0.0, Counter(), Counter())
 
 
 def sums(outcomes: Sequence[Outcome]) -> Sums:
-    """Of seeds that have passed."""
+    """Returns the sums over the outcomes of seeds that have passed."""
     total = NOTHING
     for one in outcomes:
         total = total.plus(Sums(1, one.events, one.simulated_s, one.cpu_s, one.fates, one.injected))
@@ -42,17 +42,17 @@ def sums(outcomes: Sequence[Outcome]) -> Sums:
 
 
 def pieces(plans: Sequence[Trial]) -> Iterator[Sequence[Trial]]:
-    """Consecutive seeds."""
+    """Yields pieces of `PIECE` consecutive seeds."""
     for start in range(0, len(plans), PIECE):
         yield plans[start : start + PIECE]
 
 
 class Results:
-    """The file of pieces.
+    """The file of pieces that have passed.
 
     Args:
-        path: it; made with the first piece.
-        commit: that is simulated.
+        path: path of the file, which is made with the first piece.
+        commit: the simulated commit.
     """
 
     def __init__(self, path: Path, commit: str) -> None:
@@ -64,7 +64,7 @@ class Results:
         return self._known().get(json.dumps(self._key(piece)))
 
     def add(self, piece: Sequence[Trial], found: Sums) -> None:
-        """A piece has passed."""
+        """Adds a line for a piece that has passed."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         line = {"of": self._key(piece), "sums": found._asdict()}
         with self._path.open("a") as file:
@@ -77,10 +77,10 @@ class Results:
         return dict(self._parse(number, line) for number, line in enumerate(lines, 1))
 
     def _parse(self, number: int, line: str) -> tuple[str, Sums]:
-        """A piece, and what it came to.
+        """Returns the piece of a line, and its sums.
 
         Raises:
-            ValueError: the line is none of ours.
+            ValueError: this program did not write the line.
         """
         try:
             said = json.loads(line)

@@ -1,7 +1,7 @@
-"""An earlier release of this program, as others meet it: it writes no field that came after it.
+"""Messages as an earlier release of this program would write them: without later fields.
 
-What it would have decided otherwise is not simulated: of a record's inputs a field is left out only
-where it says what its absence says.
+Other decisions of that release are not simulated: a later field of a record's inputs is left out
+only if its value is the default, which readers take for a missing field.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import msgpack
 
 from diloco.common.protocol import wire
 
-# What a message's kind, or the field that a part of it is in, may lack, and what its absence says.
+# By a message's kind, or a nested part's field: the fields that may be missing, with defaults.
 LATER = {
     where: {
         name: field.get_default()
@@ -29,11 +29,11 @@ LATER = {
 
 
 def as_earlier(payload: bytes) -> bytes:
-    """A message as a process of the earlier release would have written it."""
+    """Returns a message as a process of the earlier release would have written it."""
     try:
         fields = msgpack.unpackb(payload, use_list=False)
     except ValueError:
-        return payload  # A liar's, which is no message.
+        return payload  # A liar's bytes, which are no message.
     if not isinstance(fields, dict) or fields.get("kind") not in LATER:
         return payload
     packed: bytes = msgpack.packb(_without_later(fields, fields["kind"]))

@@ -1,7 +1,7 @@
-"""One simulated run under faults, and what became of it.
+"""One simulated run under faults, and its outcome.
 
-What a seed means, `simtrial.py` has. For three quarters of the time there are faults; then there are
-none, and the run must end by itself with every update resolved.
+`simtrial.py` derives the run and its faults from the seed. For three quarters of the time there are
+faults; then there are none, and the run must end by itself with every update resolved.
 """
 
 import asyncio
@@ -36,21 +36,21 @@ from diloco.common.storage.share_allocation import Sizes
 # Share of the time with faults, and how much longer than planned the rest may take.
 FAULTY = 0.75
 PATIENCE_S = 1800.0
-# In calm, whoever is superseded has ended after so long: a pause or a partition may still last.
+# Seconds without new faults after which a superseded process has ended: a pause may still last.
 SUPERSEDED_S = 45.0
-# For so long nobody takes a step of a run that is paused.
+# Seconds of a pause in which no learner may take a step.
 PAUSED_S = 15.0
-# For how long a run whose objects are damaged is watched without faults.
+# Seconds without faults for which a run with damaged objects is watched.
 STANDSTILL_S = 30.0
-# How often the operator looks in calm whether somebody is shut out.
+# Seconds between the operator's checks for quarantined learners, when there are no faults.
 RETURNS_S = 5.0
-# Simulations between two collections of what they leave.
+# Simulations between two runs of Python's garbage collector.
 COLLECT_EVERY = 8
 _simulated = itertools.count(1)
 
 
 class Scenario:
-    """The processes of a plan's run, and who troubles them."""
+    """The processes of a plan's run, their restarts, and the final checks."""
 
     def __init__(self, plan: Trial) -> None:
         self.plan = plan
@@ -67,7 +67,7 @@ class Scenario:
             sizes=self._sizes(),
             share_expiry_s=plan.rng("expiry").choice([4.0, 8.0, 20.0]),
         )
-        # Learners that die as soon as they have announced something, and how often they still will.
+        # Learners that die after each update that they announce: how often each will still die.
         self.looping: Counter[str] = Counter()
         if plan.has("bad_machine"):
             self.world.bad = "two"
@@ -95,7 +95,7 @@ class Scenario:
         return Numbers(1536) if self.plan.has("numbers") else Light(2048 if two else 32)
 
     def _sizes(self) -> Sizes | None:
-        """How an epoch of the data is divided, if it is."""
+        """Returns how an epoch of the data is divided into shares; None if it is not."""
         rng = self.plan.rng("sizes")
         return (
             Sizes(rng.choice([1, 2, 4]), rng.choice([2, 5, 9])) if self.plan.has("shares") else None
@@ -134,7 +134,7 @@ class Scenario:
             actor.killed_before = self._effects.random() < 0.5
 
     async def run(self) -> None:
-        """The whole run, to its end."""
+        """Run all processes and faults until the run has ended."""
         world, plan = self.world, self.plan
         await world.create()
         names: dict[str, float | None] = {"one": None}
@@ -143,7 +143,7 @@ class Scenario:
             names = dict.fromkeys(("one", "two", "three"), lease_ttl_s)
             world.injected["standby"] += 2
         if plan.has("rivals"):
-            names["rival"] = None  # It asks nobody, and believes that it owns everything.
+            names["rival"] = None  # Takes no leases, and believes that it owns all fragments.
             world.injected["rivals"] += 1
         work = self._work
         work += [asyncio.ensure_future(self._keep_aggregating(*item)) for item in names.items()]
@@ -157,7 +157,7 @@ class Scenario:
             task.cancel()
         self._calm_down()
         if world.damaged:
-            # Fragments may stand still until somebody has repaired what is stored.
+            # Fragments may stand still until somebody has repaired the damaged objects.
             await asyncio.wait(work, timeout=STANDSTILL_S)
             self._check_adopted()
             return
@@ -193,7 +193,7 @@ class Scenario:
             await asyncio.sleep(rng.uniform(0.0, 4.0))
 
     def start_learning(self, learner: SimLearner) -> None:
-        """Begin a learner's lives, one after the other."""
+        """Start a task that runs a learner's lives, one after the other."""
         self._work.append(asyncio.ensure_future(self._keep_learning(learner)))
 
     async def _keep_learning(self, learner: SimLearner) -> None:
@@ -208,38 +208,38 @@ class Scenario:
             await self.opened()
 
     def _away_s(self, learner: SimLearner, rng: random.Random) -> float:
-        """For how long a learner whose life has ended stays away: longer than others wait, at times."""
+        """Draws the seconds between two lives of a learner; at times longer than others wait for it."""
         if self.looping[learner.name]:
             return rng.uniform(0.05, 0.3)
         long = self.plan.has("shares") and not self.calm and rng.random() < 0.3
         return rng.uniform(6.0, 40.0) if long else rng.uniform(0.1, 6.0)
 
     def _outlives(self, rng: random.Random, actor: Actor) -> float | None:
-        """For how long a process is stopped while the server is lost; most die with it."""
+        """Draws how long a process is paused when its server is lost; None if it dies instead."""
         survives = actor.name not in ("operator", LIAR) and rng.random() < 0.5
         longest_s = self.plan.minutes * 30
         return rng.uniform(0.5, longest_s) if self.plan.has("outlived") and survives else None
 
     async def opened(self) -> None:
-        """Wait until processes may start: not while there is no server."""
+        """Wait until processes may start, which is while there is a server."""
         while self.closed:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.1)
 
     async def _let_everybody_in(self, rng: random.Random) -> None:
-        """The operator comes back, who was killed between two words: nobody stays shut out."""
+        """Release quarantined learners until the run stops, in place of a command that was killed."""
         while not self.world.checkers.stopped:
             if self.world.checkers.admission.shut_out():
                 await self.operator.command(self.operator.release, rng)
             await asyncio.sleep(RETURNS_S)
 
     async def _check_paused(self, rng: random.Random) -> None:
-        """In calm nobody takes a step while the run is paused, and it ends once it is not."""
+        """Checks, without faults, that no learner takes a step during a pause; then ends the pause."""
         world, at = self.world, self.operator
         held, epoch = await at.command(at.hold, rng), world.epoch
         await asyncio.sleep(SUPERSEDED_S)
         before = world.steps
         await asyncio.sleep(PAUSED_S)
-        # A checkpoint from before it was paused, from which it went on, knows nothing of it.
+        # A run that was resumed from a checkpoint before the pause is not paused.
         stays = held and world.epoch == epoch and not world.checkers.stopped
         if stays and world.steps > before:
             what = f"{world.steps - before} steps of a run that is paused"
@@ -254,16 +254,16 @@ class Scenario:
         """Checks that learners have views of this tape, also after it lost messages."""
         world = self.world
         if not world.tail_lost or world.injected["rot_record"]:
-            return  # What a record said that nobody can read is not known.
+            return  # The views of unreadable records are unknown.
         if world.without_server:
-            return  # Nobody has been told of another tape, where the checkpoint cannot be resumed.
+            return  # There is no new tape, since the checkpoint could not be resumed.
         try:
             standing = [
                 world.checkers.views(fragment) for fragment in range(len(world.layout.fragments))
             ]
         except ObjectMissingError:
-            return  # Nor what one said whose body was collected on the word of those that were lost.
-        # Who was stopped until a moment ago has not been told of what it missed.
+            return  # A record's body was collected because of records that are lost.
+        # A learner that was paused until a moment ago has not read yet what it missed.
         before_s = world.loop.now_s - STANDSTILL_S / 3
         living = {
             (one.name, one.incarnation)
@@ -276,7 +276,7 @@ class Scenario:
                 world.fail(Violation("unnoticed", name, what))
 
     async def _check_superseded(self) -> None:
-        """Of two processes with one name, one ends once nothing keeps the word from it."""
+        """Checks, without faults, that the older of two processes with one name ends."""
         await asyncio.sleep(SUPERSEDED_S)
         before = self._superseded()
         await asyncio.sleep(SUPERSEDED_S)
@@ -285,7 +285,7 @@ class Scenario:
             self.world.fail(Violation("superseded", learner, what))
 
     def _superseded(self) -> set[tuple[str, int]]:
-        """Lives that go on though a newer one of their name has joined."""
+        """Returns the lives that go on although a newer life of the same name has joined."""
         joined = self.world.checkers.joined
         living = [learner for learner in self.learners if learner.actor is not None]
         return {
@@ -295,9 +295,9 @@ class Scenario:
         }
 
     async def _lose_the_server(self, rng: random.Random) -> None:
-        """All processes die, the server with its disk too; the run goes on from a checkpoint."""
+        """Lose the server and its disk, and resume the run from a checkpoint on a new server."""
         world, plan = self.world, self.plan
-        # A process that goes on finds something if the new tape is soon as long as the lost one.
+        # A process that outlives the server reads messages if the new tape is soon as long.
         early = 0.25 if plan.has("outlived") else 1.0
         await asyncio.sleep(early * rng.uniform(0.2, 0.5) * plan.minutes * 60)
         while not checkpoint_files.checkpoints(world.store, world.run_name):
@@ -325,7 +325,7 @@ def _freeze() -> None:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Stop Python's garbage collector while a world stands; collect after every few worlds."""
+    """Stop Python's garbage collector during the block; run it after every few blocks."""
     _freeze()
     gc.disable()
     try:
@@ -337,7 +337,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def simulate(plan: Trial) -> Outcome:
-    """Simulate one run; what it breaks is in the outcome."""
+    """Simulate one run; the outcome has the rule that it breaks, if any."""
     began_s = time.process_time()
     scenario = Scenario(plan)
     world = scenario.world
@@ -362,5 +362,5 @@ def simulate(plan: Trial) -> Outcome:
 
 
 def simulate_alone(plan: Trial) -> Outcome:
-    """As `simulate`, without the world: what one process can tell another."""
+    """Works as `simulate`; the outcome has no world, so that it can be sent to another process."""
     return replace(simulate(plan), world=None)

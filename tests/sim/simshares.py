@@ -1,14 +1,14 @@
-"""Batches that learners really trained: a count of the simulation's own, which no message enters.
+"""The checker of the data's shares: counts the batches that learners really trained.
 
-Each step that a learner takes says here which batch of which share it was. From that follow what
-every update covers, and how far each share is read:
+Each step of a learner tells the checker its batch and its share; messages do not. From the steps
+follow the batches that each update covers, and how far each share is read. Two rules are checked:
 
-- no batch twice: of each fragment no batch is in two merged updates;
-- no batch never: nobody goes on behind a batch that nobody trained, within a share or from a share
-  to the next; what is given up ends exactly where the work ends that was announced.
+- no batch is in two merged updates of a fragment;
+- no batch is skipped: a learner trains a batch only if all earlier ones of its share were trained,
+  and leaves a share only at its end; the position at which a life ends, as messages state it, is
+  exactly where its work ends.
 
-A share that nobody took, though it was free, the oracle knows: who is granted one must have it by
-the oracle's rules.
+The oracle checks that free shares are granted, and to whom.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ Batch = tuple[int, int]
 
 
 class _Said(NamedTuple):
-    """A position that a learner has announced, of these fragments; None: of all."""
+    """A data position that a learner has announced for these fragments; None: for all."""
 
     seq: int
     position: int
@@ -34,13 +34,13 @@ class _Said(NamedTuple):
 
 
 class Batches:
-    """Of one tape.
+    """Checks the batches of one tape.
 
     Args:
-        sizes: how an epoch is divided; None: it is not.
-        fragments: of the run.
-        earlier: positions of learners at which the tape begins.
-        injected: counts what happened.
+        sizes: how an epoch is divided into shares; None: it is not.
+        fragments: the run's number of fragments.
+        earlier: each learner's data position at the tape's beginning.
+        injected: counts events by kind.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Batches:
         self._sizes = sizes
         self._fragments = range(fragments)
         self._injected = injected
-        # By life: the batch that was trained at each position, and where an orderly end began.
+        # By life: the batch trained at each position, and the position at which it ended in order.
         self._trained: defaultdict[tuple[str, int], dict[int, Batch]] = defaultdict(dict)
         self._left: dict[tuple[str, int], int] = {}
         # The first batch of each share that nobody has trained.
@@ -68,7 +68,7 @@ class Batches:
     # Learners
 
     def train(self, life: Life, position: int, holding: Holding) -> None:
-        """A life begins a step on the batch at a position."""
+        """Checks the batch, at this data position, on which a life begins a step."""
         assert self._sizes is not None
         about = f"{life.learner} {life.incarnation}"
         share, number = holding.share, holding.first + position - holding.position
@@ -87,35 +87,35 @@ class Batches:
         known[position] = (share, number)
 
     def leave(self, life: Life, position: int) -> None:
-        """A life ends in order, here in its data."""
+        """Note that a life ends in order at this data position."""
         self._left[life.learner, life.incarnation] = position
 
     # The tape
 
     def join(self, learner: str, seq: int, msg_id: str) -> None:
-        """Somebody joins; or an aggregator, in the place of one that is silent."""
+        """Note a join: a learner's own, or one by which an aggregator ends a silent life."""
         self._newest[learner] = seq
         if msg_id.startswith(EXPIRY):
             self._expiries.add(seq)
 
     def announce(self, update: UpdateId, fragment: int, covers: Covers, seq: int) -> None:
-        """An honest update is announced for the first time."""
+        """Note the first announcement of an honest update."""
         self._say(update.learner, update.incarnation, _Said(seq, covers.stop, {fragment}))
 
     def leave_said(self, word: wire.Leave, seq: int) -> None:
-        """Of a life, or of some of its fragments."""
+        """Checks and notes a leave, of a whole life or for some fragments."""
         if word.incarnation in self._expiries:
             self._check_end(word.learner, word.incarnation, word.position)
         said = _Said(seq, word.position, word.fragments or None)
         self._say(word.learner, word.incarnation, said)
 
     def _say(self, learner: str, incarnation: int, said: _Said) -> None:
-        # Updates of superseded lives are rejected: somebody has to train on their batches again.
+        # Updates of superseded lives are rejected: their batches must be trained again.
         if incarnation == self._newest.get(learner):
             self._said[learner].append(said)
 
     def claim(self, word: wire.Claim) -> None:
-        """An end is where the learner stands; of a silent one, where its announced work ends."""
+        """Checks the position of an end, and the number of lost batches that a message states."""
         if word.what == "claim":
             return
         if word.what == "end":
@@ -146,7 +146,7 @@ class Batches:
         hold(position == expected, "batches", f"{learner} {incarnation}", what)
 
     def merge(self, fragment: int, update: UpdateId, covers: Covers) -> None:
-        """A record merges an update."""
+        """Checks that the batches of a merged update are in no other merged update."""
         if self._sizes is None:
             return
         trained = self._trained[update.learner, update.incarnation]

@@ -1,4 +1,4 @@
-"""From a failing seed to a minimal trace: fewer faults, learners and fragments, less time."""
+"""Shrinks a failing seed to a minimal trace: fewer faults, learners and fragments, less time."""
 
 import subprocess
 import time
@@ -20,7 +20,7 @@ SHOWN = 60
 
 
 def shrink(outcome: Outcome) -> Outcome:
-    """The smallest run found in which the same checker fails, with its trace."""
+    """Returns the smallest run found in which the same checker fails, with its trace."""
     assert outcome.violation is not None
     began_s = time.process_time()
     best = outcome
@@ -36,7 +36,7 @@ def shrink(outcome: Outcome) -> Outcome:
 
 
 def _smaller(outcome: Outcome) -> Iterator[Trial]:
-    """Plans a step smaller, those that leave out most first."""
+    """Yields plans that are one step smaller; plans that leave out the most come first."""
     plan = outcome.plan
     present = tuple(kind for kind in plan.kinds if plan.has(kind))
     if present != plan.kinds:
@@ -56,7 +56,7 @@ def _smaller(outcome: Outcome) -> Iterator[Trial]:
 
 
 def commit() -> str:
-    """The commit that is checked out, and whether files differ from it."""
+    """Returns the commit that is checked out, with "-dirty" if files differ from it."""
     root = Path(__file__).parent
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -85,7 +85,7 @@ Event = tuple[float, str, str, str]
 
 
 def _concerns(about: str, event: Event) -> bool:
-    """Whether an event is of the learner or fragment of a violation; if it has neither, all are."""
+    """Whether an event concerns a violation's learner or fragment; True if `about` names neither."""
     _, actor, what, name = event
     if "heartbeat" in name or "rejected" in name:
         return False

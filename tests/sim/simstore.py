@@ -20,22 +20,22 @@ class SimStore(MemoryStore):
     """The world's objects.
 
     Attributes:
-        deleting: is given each name before its object goes.
+        deleting: called with each object's name before the object is deleted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.deleting: Callable[[str], None] = lambda _name: None
-        # Names by folder: daemons list the folders that they know, of which there are many.
+        # Names by folder, since daemons list many folders.
         self._folders: dict[str, dict[str, None]] = defaultdict(dict)
-        # Objects that others than their writers do not see before a time.
+        # Objects that only their writers see before a time.
         self.hidden: dict[str, tuple[Actor, float]] = {}
-        # Objects of which their writers do not know that they are stored: not synced yet.
+        # Objects whose writers got no answer: they may be lost when the power fails.
         self.unsynced: dict[str, Actor] = {}
-        # Shards that aggregators keep, whoever removes them; and those that are slow to read for now.
+        # Shards that aggregators keep even if somebody removes them; shards that are slow to read.
         self.kept: set[str] = set()
         self.slow_until_s: dict[str, float] = {}
-        # What was stored under names whose objects are damaged now.
+        # The undamaged bytes of objects that are damaged now.
         self.rotten: dict[str, bytes] = {}
 
     def put(self, name: str, data: Data) -> None:
@@ -54,13 +54,13 @@ class SimStore(MemoryStore):
         return found
 
     def rot(self, name: str) -> None:
-        """One bit of an object turns over."""
+        """Flips one bit of an object."""
         if name not in self.rotten:
             self.rotten[name] = self._objects[name]
             self._objects[name] = turned_over(self._objects[name])
 
     def cut_power(self, actor: "Actor") -> None:
-        """Removes an actor's last stored objects, unless somebody relies on them."""
+        """Removes an actor's objects whose storing was not acknowledged."""
         for name in [name for name, writer in self.unsynced.items() if writer is actor]:
             del self.unsynced[name]
             if name in self._objects:
@@ -68,7 +68,7 @@ class SimStore(MemoryStore):
                 actor.world.injected["power_cut"] += 1
 
     def sound(self, name: str) -> bytes:
-        """An object as it was stored."""
+        """Returns an object's undamaged bytes."""
         found = self.rotten.get(name) or self._objects.get(name)
         if found is None:
             raise ObjectMissingError(f"no object {name!r}")
@@ -81,7 +81,7 @@ class SimStore(MemoryStore):
         super().delete(name)
 
     def remove(self, name: str) -> None:
-        """Its sender removes an object that nobody keeps."""
+        """Removes an object on behalf of its sender, unless aggregators keep it."""
         if name not in self.kept and self._objects.pop(name, None) is not None:
             del self._folders[_folder(name)][name]
 
@@ -98,7 +98,7 @@ class SimStore(MemoryStore):
 
 
 class SoundObjects:
-    """The world's objects as they were stored: what checkers read."""
+    """The world's objects without damage, for the checkers to read."""
 
     def __init__(self, store: SimStore) -> None:
         self._store = store
@@ -110,12 +110,12 @@ class SoundObjects:
 
 
 def turned_over(data: bytes) -> bytes:
-    """The bytes with one bit turned over."""
+    """Returns the bytes with one bit flipped."""
     return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 4]) + data[len(data) // 2 + 1 :]
 
 
 def _is_of_version(name: str) -> bool:
-    """Whether an object is of a fragment's version: its view, its state or its delta."""
+    """Whether a name is that of a version's view, outer state or delta."""
     return "/global/" in name and "-record-" not in name and name.rsplit("/", 2)[1].isdecimal()
 
 
@@ -173,7 +173,7 @@ class ActorStore:
         return data
 
     def keep(self, name: str, _limit_bytes: int) -> None:
-        """As `Keeps.keep`."""
+        """Keeps an object, as `Keeps.keep` does."""
         self._reach()
         self._inner.kept.add(name)
 

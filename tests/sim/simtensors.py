@@ -1,16 +1,16 @@
 """Substitutes of tensors in the simulation.
 
-Every update says which steps of its learner it covers, so that the checkers know what was merged
-once, twice or never. There are three kinds:
+From every update the checkers can read which steps of its learner it covers, and so find steps that
+were merged twice or never. There are three kinds of substitutes:
 
-- light ones: vectors of a few elements whose values are digests of all that was merged into them,
-  in order. Only arithmetic is replaced, below `FragmentArrays` and instead of `Replica`; what is
-  merged, when, in which order, and again after a crash, is production code's business. Any other
-  order, input, coefficient or factor gives other digests.
-- small *numbers* (`Numbers`): the production arithmetic on any values, with any codec and optimizer;
-  what an update covers, its manifest says.
-- dense *ledgers* (`Ledger`): the production arithmetic on vectors whose element (learner,
-  position) counts how often the progress of that batch was sent.
+- *light* tensors (`Light`): vectors of a few elements whose values are a digest of all merged
+  updates, in order. They replace the arithmetic below `FragmentArrays`, and `Replica`; production
+  code still decides which updates are merged, when, in which order, and again after a crash. Any
+  other order, input, coefficient or factor gives another digest.
+- *numbers* (`Numbers`): small vectors of any values, with the production arithmetic and any codec
+  and optimizer; an update's manifest states the steps that it covers.
+- *ledgers* (`Ledger`): dense vectors with the production arithmetic, whose element (learner,
+  position) counts how often the step on that batch was sent.
 """
 
 import math
@@ -34,7 +34,7 @@ from diloco.common.storage.store import ObjectStore
 from diloco.learner.tensors.replica import Delta, PendingView, Replica
 
 TOKENS = 100
-# What every block of a light update begins with: learner, start, stop.
+# The first values of each block of a light update: learner + 1, start, stop.
 _LIGHT_CODES = struct.Struct("<3f")
 NO_SCALES = np.zeros(0, ml_dtypes.bfloat16)
 
@@ -48,7 +48,7 @@ class Covers(NamedTuple):
 
 
 def faded(fading: float, unsent: int) -> int:
-    """Steps that a blend lets go, of those that an update has not covered: one stays."""
+    """Returns how many of the unsent steps count as dropped at a blend; at least one stays."""
     return min(math.ceil(fading * unsent), unsent - 1) if unsent else 0
 
 
@@ -68,11 +68,11 @@ def _read_parts(store: ObjectStore, entries: Sequence[wire.Shard], block: int) -
 
 
 class LightReplica:
-    """`diloco.learner.tensors.replica.Replica` as far as it matters which steps are unsent, in flight or sent.
+    """Replaces `diloco.learner.tensors.replica.Replica`: keeps only which steps each update covers.
 
-    Of each fragment: V - q - theta covers the steps [start, position), q those in flight. Where a
-    version overwrites theta, nothing is left that the next update could cover; where it is blended,
-    the first of these steps are let go (`faded`).
+    A fragment's next update covers the steps [start, position). Once the update in flight is
+    answered, `start` is the position at which that update ended. A version that overwrites theta
+    sets `start` to the present position; one that is blended drops the first steps (`faded`).
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class LightReplica:
         self._in_flight: dict[int, int] = {}
 
     def begin(self, position: int) -> None:
-        """All up to here was sent by earlier lives, or is lost."""
+        """Begin a life at this position: earlier steps were sent by earlier lives, or are lost."""
         self.position = position
         self._starts = [position] * len(self.views)
 
@@ -142,7 +142,7 @@ class LightReplica:
 
 
 class _LightSum:
-    """`merge.Accumulator`: a digest of the inputs in their order."""
+    """Replaces `merge.Accumulator`: a digest of the inputs, in their order."""
 
     def __init__(self, grid: Grid, _threads: int) -> None:
         self.grid = grid
@@ -162,7 +162,7 @@ class _LightSum:
 
 
 def _light_norms(grid: Grid, _codec: str, parts: Sequence[Encoded], _threads: int) -> np.ndarray:
-    """As long as the steps it covers; each block must be in its place."""
+    """Returns an update's norm, the number of its steps; checks that each block is in its place."""
     codes_Bxb = np.concatenate([part.codes for part in parts]).reshape(-1, grid.block)
     if not (codes_Bxb[:, 3] == np.arange(len(codes_Bxb))).all():
         raise AssertionError(f"blocks are not in their places: {codes_Bxb[:, 3]}")
@@ -193,7 +193,7 @@ def _light_close_round(
     momentum: float,
     **_: Any,
 ) -> Encoded:
-    """New parameters, whole numbers below 256: a digest of the old, the inputs and the factors."""
+    """Makes the new parameters, a digest of the old, the inputs and the factors; returns the delta."""
     rates = struct.pack("<dd", learning_rate, momentum)
     digest = xxhash.xxh3_128_digest(theta_N.tobytes() + total.digest + factors_S.tobytes() + rates)
     theta_N[:] = np.resize(np.frombuffer(digest, np.uint8), grid.size)
@@ -212,7 +212,7 @@ LIGHT = Arithmetic(
 
 
 class Light:
-    """The world's tensors as digests."""
+    """The world's tensors are light: digests of the merged updates."""
 
     def __init__(self, elements: int) -> None:
         self.elements = elements
@@ -224,7 +224,7 @@ class Light:
         return LightReplica(learner, settings, layout, views)
 
     def train(self, replica: LightReplica, _learner: int, position: int) -> None:
-        """One step on the batch at `position`."""
+        """Take one step on the batch at `position`."""
         replica.position = position + 1
 
     def begin(self, replica: LightReplica, position: int) -> None:
@@ -237,7 +237,7 @@ class Light:
         """Returns the steps that an update covers.
 
         Raises:
-            ValueError: its shards disagree, or cover nothing that can be.
+            ValueError: the update's shards state different steps.
         """
         found = {
             _LIGHT_CODES.unpack_from(store.get(entry.name), shards.HEADER.size)
@@ -253,12 +253,12 @@ class Light:
 
 
 def view_of(replica: Replica, fragment: int) -> np.ndarray:
-    """The view of a fragment, float32 [N]."""
+    """Returns a replica's view of a fragment, float32 [N]."""
     return np.concatenate([np.asarray(piece).reshape(-1) for piece in replica._view(fragment)])
 
 
 class Ledger:
-    """The world's tensors as dense ledgers, with production arithmetic on both sides."""
+    """The world's tensors are dense ledgers, with the production arithmetic in all processes."""
 
     LEARNERS = 16
 
@@ -277,7 +277,7 @@ class Ledger:
         return Replica(settings, layout, like, views)
 
     def train(self, replica: Replica, learner: int, position: int) -> None:
-        """One step's progress: the element of (learner, position) goes down by one."""
+        """Take one step: subtract one from the element of (learner, position)."""
         assert position < self._each
         element = learner * self._each + position
         replica.trained = {
@@ -294,7 +294,7 @@ class Ledger:
         """Returns the steps that an update covers.
 
         Raises:
-            ValueError: its ledger is not that of one run of steps of one learner.
+            ValueError: the update does not count each of consecutive steps once.
         """
         parts = _read_parts(store, manifest.shards, block)
         rows = np.concatenate([decode_numpy("float32", part, block) for part in parts])
@@ -315,7 +315,7 @@ class Ledger:
 
 
 class Numbers:
-    """The world's tensors as small vectors of any numbers, with production arithmetic everywhere."""
+    """The world's tensors are small vectors of any numbers, with the production arithmetic."""
 
     STEPS = 64
 
@@ -332,7 +332,7 @@ class Numbers:
         return Replica(settings, layout, like, views)
 
     def train(self, replica: Replica, learner: int, position: int) -> None:
-        """A step of some size, and a pull towards zero, as a loss would have it."""
+        """Take one step: add a fixed random vector, and pull the parameters towards zero."""
         move = self._moves[(17 * learner + position) % self.STEPS]
         replica.trained = {name: 0.99 * leaf + move for name, leaf in replica.trained.items()}
 
@@ -343,6 +343,6 @@ class Numbers:
         return view_of(replica, fragment)
 
     def covers(self, _store: ObjectStore, manifest: wire.Manifest, _block: int) -> Covers:
-        """Returns the steps that an update covers by its own account."""
+        """Returns the steps that an update covers, as its manifest states."""
         learner = int(manifest.learner.rsplit("-", 1)[1])
         return Covers(learner, manifest.position - manifest.steps, manifest.position)

@@ -1,6 +1,6 @@
 """The meaning of a seed: a run's settings, the kinds of faults, and their frequency.
 
-Each kind has chance of its own, so that leaving one out changes nothing about the others.
+Each kind of fault has its own random numbers, so that leaving one out does not change the others.
 """
 
 import random
@@ -46,7 +46,7 @@ PROCESSES = (
     "twin",
 )
 KINDS = (*OPERATIONS, *PROCESSES)
-# What a full world has besides: operations again, then what befalls the run.
+# Further kinds of a full world: faults of single operations, then faults of the whole run.
 MORE_OPERATIONS = {
     "false_answer": 0.3,
     "rot": 0.1,
@@ -82,11 +82,11 @@ WORLDS = (
 FULL = (*KINDS, *WORLDS)
 CODECS = ("float32", "bfloat16", "int8", "int4")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
-# Kinds in a sixteenth of full worlds: tensors of any numbers and many versions cost much, and where
-# the tape has lost messages it cannot be judged any more.
+# Kinds in a sixteenth of full worlds: production arithmetic and many versions cost time, and a tape
+# that has lost messages cannot be checked any more.
 RARE, RARELY = ("numbers", "tail_lost", "together"), 0.125
 
-# The next name is a liar's.
+# The most honest learners: the next name is the liar's.
 MOST = LIAR_INDEX
 
 
@@ -95,10 +95,9 @@ class Trial:
     """The parameters of a simulation; `ValueError` names those that cannot be simulated.
 
     Attributes:
-        kinds: of faults that may be; which of them are, the seed says.
-        intensity: how often they are, against what is usual here, which is far too often for a
-            run of hours that should also get somewhere.
-        dense: with dense ledgers and the production arithmetic.
+        kinds: kinds of faults that may occur; the seed chooses among them.
+        intensity: factor of the faults' usual frequency, which is far above that of real runs.
+        dense: tensors are dense ledgers, with the production arithmetic.
     """
 
     seed: int
@@ -129,11 +128,11 @@ class Trial:
             raise ValueError(f"no such world can be simulated: {'; '.join(wrong)}")
 
     def rng(self, of: str) -> random.Random:
-        """The seed's chance for one purpose."""
+        """Returns the seed's random numbers for one purpose."""
         return random.Random(f"{self.seed}-{of}")
 
     def has(self, kind: str) -> bool:
-        """Whether there are faults of a kind: half of all seeds have it, few of what is rare."""
+        """Whether this seed has a kind of fault: half of all seeds do, fewer for the `RARE` kinds."""
         if kind not in self.kinds or self.rng(f"has-{kind}").random() >= 0.5:
             return False
         return kind not in RARE or self.rng(kind).random() < RARELY
@@ -154,7 +153,7 @@ class Outcome:
 
 
 def settings(plan: Trial) -> dict[str, Any]:
-    """The settings of a plan's run."""
+    """Returns the settings of a plan's run."""
     rng, codecs, rng_of_blend = plan.rng("settings"), plan.rng("codecs"), plan.rng("blend share")
     interval, fragments = rng.choice([4, 8, 12]), plan.fragments
     if plan.has("together"):
@@ -204,12 +203,12 @@ def settings(plan: Trial) -> dict[str, Any]:
 def _adopt(plan: Trial) -> str:
     if plan.has("overwrite"):
         return "overwrite"
-    # A ledger counts whole steps: what is left of one by halves it cannot tell.
+    # A ledger counts whole steps, and a blend keeps a share of each.
     return "blend" if plan.has("blend") and not plan.dense else "rebase"
 
 
 def faults(plan: Trial) -> Faults:
-    """How often single operations go wrong."""
+    """Returns the probabilities and durations of faults of single operations."""
     rates = {
         kind: plan.intensity * greatest * plan.rng(kind).random() ** 2
         for kind, greatest in (OPERATIONS | MORE_OPERATIONS).items()

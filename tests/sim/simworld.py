@@ -1,7 +1,7 @@
 """A run in virtual time: the production aggregator and learner code on a faulty bus and store.
 
-Everything that happens follows from the settings and the seed. `simcheck.py` watches every
-message and object; `simactor.py` has what may go wrong, `simtensors.py` what stands for tensors.
+All events follow from the settings and the seed. `simcheck.py` checks every message and object;
+`simactor.py` injects faults, `simtensors.py` has the substitutes of tensors.
 """
 
 import asyncio
@@ -54,17 +54,17 @@ class World:
     """Bus, store, settings, actors and checkers of one simulated run.
 
     Args:
-        settings: the run's sections.
-        seed: of everything that is left to chance.
-        tensors: what stands for them.
-        faults: of actors that are given no others.
-        streams: how the run's streams are made.
-        gc: what garbage collection leaves.
-        traced: keep the last events.
-        record_bytes: a longer record keeps its body in an object.
-        averaged: the last of several fragments holds state that is averaged.
+        settings: the run's settings by section; others have their defaults.
+        seed: seed of all random numbers.
+        tensors: the substitutes of tensors.
+        faults: rates of faults of actors without rates of their own.
+        streams: replicas and limits of the run's streams.
+        gc: settings of garbage collection.
+        traced: whether to keep the last events.
+        record_bytes: size above which a record's body is in an object.
+        averaged: whether the last of several fragments holds averaged state.
         sizes: how an epoch of the data is divided into shares; None: it is not.
-        share_expiry_s: silence after which an aggregator ends the life of who holds shares.
+        share_expiry_s: seconds of silence after which an aggregator ends a life that holds shares.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class World:
     ) -> None:
         self.sizes = sizes
         self.share_expiry_s = share_expiry_s
-        # An aggregator whose machine is bad, and at what: it "reads" versions otherwise than they are
-        # stored, or fails at each update that it "merges" or each round that it "closes".
+        # Name of the aggregator with a bad machine, and the fault: it "reads" versions otherwise than
+        # they are stored, or fails at each update that it "merges" or each round that it "closes".
         self.bad, self.bad_at = "", "reads"
         self.record_bytes = record_bytes
         self.seed = seed
@@ -104,16 +104,16 @@ class World:
         # Processes whose credentials the server refuses, and manifests that it has damaged.
         self.revoked: set[str] = set()
         self.garbled: set[bytes] = set()
-        # The tape lacks messages that were acknowledged: what stands on it needs not fit any more.
+        # The tape lacks acknowledged messages: its records may be inconsistent from now on.
         self.tail_lost = False
         # Processes that die do so because their machine's power fails.
         self.power_fails = False
-        # Is given each manifest of an honest learner, when it is announced for the first time.
+        # Called with each manifest of an honest learner when it is announced for the first time.
         self.announced: Callable[[wire.Manifest], None] = lambda _manifest: None
         self.full_until_s = {"bus": 0.0, "store": 0.0}
         self.delivered = 0
         self.steps = 0
-        # By how much each machine's wall clock was set; a machine keeps it over its processes.
+        # Seconds by which each machine's wall clock was set; they stay when its processes restart.
         self.set_by_s: defaultdict[str, float] = defaultdict(float)
         self.trace: deque[tuple[float, str, str, str]] | None = (
             deque(maxlen=TRACE) if traced else None
@@ -149,20 +149,20 @@ class World:
         return EPOCH_S + self.loop.now_s
 
     def is_full(self, what: str) -> bool:
-        """Whether the disk of the bus's server or of the store takes nothing now."""
+        """Whether the disk of the bus's server ("bus") or of the store ("store") is full now."""
         return self.loop.now_s < self.full_until_s[what]
 
     def revoke(self, name: str) -> None:
-        """The server refuses a process from now on, and closes its connections."""
+        """Revoke a process's credentials, and close its connections."""
         self.revoked.add(name)
         for actor in [*self.actors]:
             if actor.name == name:
                 actor.bus.hang_up()
 
     def lose_tail(self, count: int) -> None:
-        """The server fails over to one that lacks the newest messages of the tape.
+        """Fail over to a server that lacks the tape's newest `count` messages.
 
-        Not those that a run begins with: without them there is none.
+        The messages with which the run was created stay: without them there is no run.
         """
         self.damaged = self.tail_lost = True
         tape = names.tape_stream(self.run_name)
@@ -181,11 +181,11 @@ class World:
         self.checkers.on_message(stream, message)
 
     def fail(self, failure: BaseException) -> None:
-        """End the simulation with this."""
+        """End the simulation with this failure."""
         self.loop.fail(failure)
 
     def on_exception(self, actor: Actor, event: str, error: BaseException | None) -> None:
-        """An actor has logged an exception: unless something was damaged, nothing may stop."""
+        """Takes an exception that an actor logged: a violation, unless damage explains it."""
         if not (self.damaged or actor.outlived or actor.name == self.bad):
             self.fail(Violation("stopped", actor.name, f"{event}: {error!r}"))
 
@@ -226,10 +226,11 @@ class World:
         del self.actors[creator]
 
     async def lose_the_server(self, stopped_s: Callable[[Actor], float | None]) -> None:
-        """Lose the tape: what is left is the store.
+        """Lose the server with the tape; the store stays.
 
         Args:
-            stopped_s: for how long a process is stopped, which then goes on; None: it dies.
+            stopped_s: returns the seconds for which an actor is paused before it goes on; None if it
+                dies.
         """
         self.without_server = True
         for actor in list(self.actors):
@@ -247,7 +248,7 @@ class World:
         lost.silence()
 
     async def resume(self, actor: Actor) -> None:
-        """As `diloco.operate.change.resume`: begin a new tape from the newest checkpoint."""
+        """Begin a new tape from the newest checkpoint, as `diloco.operate.change.resume` does."""
         file = checkpoint_files.load_file(actor.store, self.run_name, None)
         epoch = await checkpoint.next_epoch(actor.bus, actor.store, file)
         await make_streams(actor.bus, self.run_name, self.streams, epoch)
@@ -312,16 +313,16 @@ class World:
     def aggregator(
         self, name: str = "aggregator", lease_ttl_s: float | None = None, **life: Any
     ) -> Actor:
-        """Start one life of an aggregator; without `lease_ttl_s` it owns all fragments, unasked.
+        """Start one life of an aggregator; without `lease_ttl_s` it owns all fragments, unleased.
 
-        `life` as of `Actor`.
+        `life` are arguments of `Actor`.
         """
         actor = Actor(name, self, **{"faults": self.faults, **life})
         actor.spawn(self._aggregate(actor, lease_ttl_s))
         return actor
 
     async def _aggregate(self, actor: Actor, lease_ttl_s: float | None) -> None:
-        """As `diloco.aggregator.daemon.serve`."""
+        """Run an aggregator, in the order of `diloco.aggregator.daemon.serve`."""
         actor.starting = True
         layout, epoch = await load_run(self._config, actor.bus, actor.store, actor.runtime)
         actor.starting = False
@@ -340,7 +341,7 @@ class World:
     # What is on the tape
 
     def messages(self, kind: type[wire.T], subject: str) -> list[tuple[int, wire.T]]:
-        """Sequence and body of each message of a subject."""
+        """Returns the sequence and body of each message of a subject."""
         stream = self.broker.stream(names.tape_stream(self.run_name))
         return [
             (message.seq, wire.decode(kind, message.payload))
@@ -349,11 +350,11 @@ class World:
         ]
 
     def records(self, fragment: int) -> list[tuple[int, wire.Record]]:
-        """A fragment's records, with their sequences."""
+        """Returns a fragment's records, with their sequences."""
         return self.messages(wire.Record, names.record(self.run_name, fragment))
 
     def digests(self) -> list[list[str]]:
-        """Of each fragment its versions' view digests."""
+        """Returns the view digests of each fragment's versions."""
         return [
             [record.view_digest for _, record in self.records(f) if record.what == "version"]
             for f in range(len(self.layout.fragments))
@@ -361,7 +362,7 @@ class World:
 
 
 async def ended(actor: Actor) -> None:
-    """Wait until the actor's main task has ended; what broke it ends the simulation."""
+    """Wait until the actor's main task has ended; an unexpected error ends the simulation."""
     main = actor.tasks[0]
     await asyncio.wait([main])
     if actor.dead:

@@ -53,7 +53,7 @@ async def run_beside_a_bad_machine(world: World, lease_ttl_s: float) -> None:
 
 
 def longest_idle_s(world: World) -> float:
-    """The longest time between two versions of a fragment, beyond the interval's steps of 1 s."""
+    """Returns the longest time between a fragment's versions, less the interval (steps of 1 s)."""
     gaps = [
         after.merged_at_s - before.merged_at_s
         for fragment in range(len(world.layout.fragments))

@@ -1,4 +1,4 @@
-"""Clocks that somebody sets, by minutes or by hours, either way: nothing waits, nothing hurries."""
+"""Clocks that somebody sets forward or back, by minutes or hours: the run keeps its pace."""
 
 import asyncio
 from itertools import pairwise
@@ -11,12 +11,12 @@ from test_run_in_virtual_time import finished, make_world, run_fleet
 from diloco.common.protocol import names
 
 STEPS_S = (-7200.0, -300.0, 300.0, 7200.0)
-# Of everybody who has a clock.
+# The machines with a clock.
 MACHINES = ("aggregator", "learner-0", "learner-1", "learner-2")
 
 
 def run(world, prepare):
-    """A run of three learners, one of which leaves early; what `prepare` does goes on beside it."""
+    """Runs three learners to the end, with the coroutine `prepare` beside them."""
 
     async def scenario():
         learners = [SimLearner(world, index) for index in range(3)]
@@ -77,7 +77,7 @@ def test_a_clock_that_differs_from_the_servers_by_hours_changes_little(by_s):
 
 @pytest.mark.parametrize("by_s", STEPS_S)
 def test_who_comes_back_with_another_time_goes_on_at_once(by_s):
-    """The times in the newest record are then of the future, or of long ago."""
+    """The aggregator finds times of the future, or of long ago, in the newest record."""
 
     async def restart(world, _learners):
         await asyncio.sleep(24.0)
@@ -92,7 +92,7 @@ def test_who_comes_back_with_another_time_goes_on_at_once(by_s):
 
 
 def stored_at_s(world):
-    """When each record of the first fragment was stored, by the server's clock."""
+    """Returns the times at which the first fragment's records were stored, by the server's clock."""
     stream = world.broker.stream(names.tape_stream(world.run_name))
     subject = names.record(world.run_name, 0)
     return [m.time_s for m in stream.log.values() if m.subject == subject]

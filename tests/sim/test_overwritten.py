@@ -1,4 +1,4 @@
-"""Where versions overwrite or blend what learners have not sent, a tape is as sound as any other."""
+"""A tape is as sound where versions overwrite learners' parameters, or are blended with them."""
 
 import pytest
 from simlearner import SimLearner
@@ -28,7 +28,7 @@ def test_steps_that_are_let_go_are_no_gap(adopt):
 
 @pytest.mark.parametrize("seed", [11, 13, 30])
 def test_what_a_verdict_rejects_is_sent_once(seed):
-    """With the production arithmetic, whose ledger says what each update covers."""
+    """The tensors are ledgers, which show the steps that each update covers."""
     trial = Trial(seed=seed, minutes=1.0, dense=True, kinds=(*KINDS, "overwrite"))
     assert trial.has("overwrite")
     outcome = simulate(trial)
@@ -37,7 +37,7 @@ def test_what_a_verdict_rejects_is_sent_once(seed):
 
 
 def test_averaged_state_of_many_takes_no_longer_step_where_learners_may_lie():
-    """As updates do in rounds of six and more (docs/adr/0081-a-mean-of-many-takes-a-longer-step.md)."""
+    """Trained fragments do (docs/adr/0081-a-mean-of-many-takes-a-longer-step.md)."""
     trial = Trial(seed=7, minutes=0.5, learners=8, kinds=("numbers", "averaged"))
     outcome = simulate(trial)
     assert outcome.violation is None  # `simaveraged.check_mean` holds the rate of each record

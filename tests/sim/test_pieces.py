@@ -1,4 +1,4 @@
-"""A long simulation can be interrupted: what has passed is not run again."""
+"""A long simulation can be interrupted: pieces that have passed are not run again."""
 
 import pytest
 from simpieces import PIECE, Results, pieces, sums

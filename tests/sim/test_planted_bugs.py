@@ -1,4 +1,4 @@
-"""The simulation finds bugs: each of these, planted in production code, within 500 seeds."""
+"""The simulation finds each of these bugs, planted in production code, within 500 seeds."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ SEEDS = 500
 
 
 def position_before_the_commit():
-    """Records say that all is resolved that was seen, also what waits."""
+    """Records state that each update that was seen is resolved, also one that still waits."""
     return mock.patch("diloco.aggregator.core.memory.position", lambda state: state.seen_seq + 1)
 
 
@@ -80,7 +80,7 @@ def redelivery_merged_again():
 
 
 def garbage_one_version_early():
-    """Collection takes what the oldest version that it keeps is to be made from."""
+    """Collection removes objects from which the oldest kept version is made."""
     floor = garbage._floor
 
     def early(entries, replay_window_s):
@@ -101,7 +101,7 @@ def blocks_where_they_come():
 
 
 def position_from_any_replica():
-    """A learner that comes back believes whatever replica answers where its data goes on."""
+    """A learner that returns takes its data position from any replica, also one that is behind."""
 
     async def place(context):
         return ResumePosition(await data_position(context, context.learner), ())
@@ -119,7 +119,7 @@ def deaf_to_newer_joins():
 
 
 def acknowledgement_believed():
-    """Whoever publishes a record takes an acknowledgement for its commit, and looks no further."""
+    """An owner takes the server's acknowledgement of a record for its commit."""
 
     async def swap(
         context: Context, subject: str, payload: bytes, attempt_id: str, expected: int, *_: object
@@ -136,7 +136,7 @@ def acknowledgement_believed():
 
 
 def full_disk_forgotten():
-    """An object that does not fit is given up, and its version is committed all the same."""
+    """An object that does not fit on the disk is given up, and its version is committed anyway."""
     call = Runtime.call
 
     async def once(self, function, *arguments, **options):
@@ -192,7 +192,7 @@ def shards_of_others():
 
 
 def steps_believed():
-    """Any number of steps is believed."""
+    """An aggregator credits any number of steps that a learner claims."""
     return mock.patch("diloco.aggregator.core.admission.steps_per_s", return_value=1e30)
 
 
@@ -276,7 +276,7 @@ def deltas_taken_as_they_come():
 
 
 def never_announced_again():
-    """A learner says each update once, whatever becomes of the message."""
+    """A learner announces each update once, even if the message is lost."""
 
     async def silent(_publisher, _again):
         return
@@ -285,7 +285,7 @@ def never_announced_again():
 
 
 def unreadable_record_passed_over():
-    """An owner goes on from the newest record that it can read, in the place of the newest."""
+    """An owner goes on from the newest readable record, although a newer one is unreadable."""
 
     async def readable(context, fragment):
         try:
@@ -313,7 +313,7 @@ def unreadable_record_passed_over():
 
 
 def deaf_once_refused():
-    """A learner that the server refuses for a moment hears of no version any more."""
+    """A learner that the server refuses once receives no further version."""
     follow = Receiver.follow
 
     async def deaf(self):
@@ -325,7 +325,7 @@ def deaf_once_refused():
 
 
 def views_not_compared():
-    """A learner takes the next version for one of its own view, by its number alone."""
+    """A learner applies the next version by its number, without comparing the views' digests."""
 
     def stays(adopted, record):
         return record.version == adopted.version
@@ -341,7 +341,7 @@ def views_not_compared():
 
 @contextlib.contextmanager
 def state_rebased():
-    """A learner adopts averaged state as it does parameters: what it has not sent, it keeps."""
+    """A learner adopts averaged state as it does parameters: it keeps its unsent progress."""
     with (
         mock.patch.dict("diloco.common.process.config.run._AVERAGED_SYNC", adopt="rebase"),
         mock.patch(
@@ -352,7 +352,7 @@ def state_rebased():
 
 
 def state_at_the_runs_rate():
-    """A version of averaged state is made as one of parameters is."""
+    """A version of averaged state is made at the run's outer learning rate, as parameters are."""
     settings = property(lambda arrays: arrays.settings)
     return mock.patch.object(FragmentArrays, "own_settings", settings)
 
@@ -366,12 +366,12 @@ def deaf_to_pauses():
 
 
 def length_of_the_beginning():
-    """Whoever stops the run knows only the length that it was created with."""
+    """An aggregator stops the run at the length with which it was created."""
     return mock.patch.object(Conductor, "_change")
 
 
 def settings_of_the_past():
-    """Whoever stops the run takes settings as they come, also those that are delivered again."""
+    """An aggregator that stops the run applies old settings again when they are redelivered."""
     change = Conductor._change
 
     def forgets(conductor, message):
@@ -457,7 +457,7 @@ def test_a_planted_bug_is_found(plant):
 
 @pytest.mark.parametrize("kind", WORLDS)
 def test_each_world_does_no_harm_alone(kind):
-    """And what it does is done."""
+    """Each kind of fault in a full world breaks no rule alone, and really occurs."""
     needs = {
         "outlived": ("resume",),
         "false_answer": ("lost_answer", "rivals"),

@@ -52,7 +52,7 @@ async def run_fleet(world, learners):
 
 
 def finished(world):
-    """Counts of updates by fate, of a run that has ended with nothing in flight."""
+    """Checks that a run has ended with no update in flight; returns counts of updates by fate."""
     world.checkers.check_resolved()
     return world.checkers.fates()
 
@@ -144,7 +144,7 @@ LOCKSTEP = {
 
 
 def lockstep_digests(kill_at, *, before, steps=24):
-    """Digests of a run in lockstep whose first aggregator dies at its k-th effect."""
+    """Returns the digests of a run in lockstep whose first aggregator dies at effect `kill_at`."""
     world = make_world(1, steps=steps, tensors=Light(32), **LOCKSTEP)
     learners = [SimLearner(world, index) for index in range(3)]
     lives = []
@@ -244,7 +244,7 @@ def test_the_first_of_two_processes_with_one_name_ends_and_the_second_goes_on():
 
 
 def test_a_superseded_life_that_goes_on_is_not_waited_for():
-    """The life, of another release, knows nothing of the second process, which has died."""
+    """The older life does not learn of the second process, which has died."""
     world = make_world(7, steps=120, **EVERYBODY)
     first, second, other = (SimLearner(world, index) for index in (0, 0, 1))
 

@@ -36,7 +36,7 @@ def test_the_shares_of_who_is_silent_go_to_others():
 
 
 def test_who_has_said_its_end_says_nothing_behind_it(monkeypatch):
-    """Whatever else of its process still runs then."""
+    """A learner publishes no claim after its end, even if its process still runs."""
 
     async def end_and_stay(*arguments):
         await say_end(*arguments)
