@@ -49,6 +49,7 @@ class Parameters(NamedTuple):
         units: the units to enable and start.
         kind: kind of the release: "cpu", "cuda" or "tpu".
         groups: for the keeper: the groups of learners, `keeper.GroupSpec` each.
+        stop_at: for the keeper: the time (RFC 3339) after which no learner has machines; "": never.
         disk: {"device": the streams' disk, "folder": its mount point}; None: no disk of its own.
         data: URL in a bucket of prepared data, which a learner's machine copies; "": none.
     """
@@ -63,6 +64,7 @@ class Parameters(NamedTuple):
     units: Sequence[str]
     kind: str
     groups: Sequence[Mapping[str, object]] = ()
+    stop_at: str = ""
     disk: Mapping[str, str] | None = None
     data: str = ""
 

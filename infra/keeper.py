@@ -6,7 +6,8 @@ So the keeper resizes such a group to 0, waits until it is empty, and resizes it
 person would; it does the same with a single host that has been lost for a quarter of an hour. The
 group itself, its template and rights stay Terraform's. A learner's machine states by a guest
 attribute that its run has ended (`ended.py`); if all machines of a group do, the group is resized
-to 0, and stays so until somebody resizes it.
+to 0, and stays so until somebody resizes it. After the time to stop, `stop_at`, all groups are
+resized to 0, and stay so until that time is later.
 
 The keeper's account may change the groups and machines of this run, and has no other right. It
 reads the list of groups from its machine's metadata each time, so that no restart is needed after
@@ -14,10 +15,12 @@ reads the list of groups from its machine's metadata each time, so that no resta
 """
 
 import json
+import math
 import time
 import traceback
 import urllib.error
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
@@ -121,13 +124,18 @@ class Keeper:
         """Checks each group once, and resizes those that need it."""
         noted = json.loads(self._state.read_text()) if self._state.exists() else {}
         ended, lost = set(noted.get("ended", ())), dict(noted.get("lost", {}))
-        for wanted in self._specs():
+        told = self._google.parameters()
+        stops = self._clock() >= _seconds(told.get("stop_at"))
+        for wanted in [GroupSpec(**group) for group in told["groups"]]:
             try:
                 seen = self._see(wanted)
                 since = lost.get(wanted.name, self._clock()) if seen.lost else self._clock()
                 size, over = decide(wanted, seen, wanted.name in ended, self._clock() - since)
+                if stops:
+                    size = 0 if seen.size else None
                 if size is not None:
-                    say(f"{wanted.name}: to {size} machines{', its run has ended' * over}")
+                    why = ", its run has ended" if over else ", as stop_at is over" if stops else ""
+                    say(f"{wanted.name}: to {size} machines{why}")
                     self._google.call(f"{wanted.url}/resize?size={size}", {})
             except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
                 # Includes malformed answers; other groups are still checked.
@@ -138,9 +146,6 @@ class Keeper:
             if seen.lost and size is None:
                 lost[wanted.name] = since
         self._state.write_text(json.dumps({"ended": sorted(ended), "lost": lost}))
-
-    def _specs(self) -> Iterable[GroupSpec]:
-        return [GroupSpec(**group) for group in self._google.parameters()["groups"]]
 
     def _see(self, wanted: GroupSpec) -> GroupState:
         size = int(self._google.call(wanted.url)["targetSize"])
@@ -167,6 +172,11 @@ class Keeper:
             raise
         items = told.get("queryValue", {}).get("items", [])
         return any(item.get("value") == ENDED for item in items)
+
+
+def _seconds(moment: str | None) -> float:
+    """Returns a moment in seconds since 1970; infinity if there is none."""
+    return datetime.strptime(moment, "%Y-%m-%dT%H:%M:%S%z").timestamp() if moment else math.inf
 
 
 def main() -> None:

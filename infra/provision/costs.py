@@ -42,7 +42,11 @@ def fleet_costs(
     found += [_learner(name, learner, known, prices) for name, learner in running.items()]
     found += [*_disks(fleet, prices), _gateways(fleet, prices), _secrets(fleet, prices)]
     # Both by bytes that nobody knows before: what changes on the disks, and what the units say.
-    return [*found, ResourceCost("snapshots of the streams", None), ResourceCost("logs", None)]
+    return [
+        *found,
+        ResourceCost("snapshots of the streams", None),
+        ResourceCost("logs and alerts", None),
+    ]
 
 
 def _running(fleet: FleetFile) -> Mapping[str, FleetLearner]:

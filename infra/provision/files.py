@@ -42,7 +42,7 @@ def read_run(path: Path) -> Config:
 
 
 def check_names(fleet: FleetFile, run: str) -> Iterator[FleetFinding]:
-    """Checks the names from which the names of Google's resources are made."""
+    """Checks the names from which the names of Google's resources are made, and the end."""
     bucket = f"{fleet.project}-{run}"
     for word in RESTRICTED:
         if word in fleet.project:
@@ -55,6 +55,8 @@ def check_names(fleet: FleetFile, run: str) -> Iterator[FleetFinding]:
         yield FleetFinding(
             "project and run have more than 48 characters together: too many for a bucket"
         )
+    if fleet.stop_at and datetime.fromisoformat(fleet.stop_at) <= datetime.now(UTC):
+        yield FleetFinding(f"stop_at {fleet.stop_at} is over: no learner would have machines")
     for name in [*fleet.aggregators, *fleet.learners]:
         if len(run + name) > 45:
             yield FleetFinding(f"{name!r} and the run's name have more than 45 characters together")

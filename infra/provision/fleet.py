@@ -3,6 +3,7 @@
 import ipaddress
 import math
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -69,6 +70,14 @@ def _subnet(text: str) -> str:
     return text
 
 
+def _moment(text: str) -> str:
+    try:
+        datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ")
+    except ValueError as error:
+        raise ValueError("must be a time in UTC, such as 2026-12-24T00:00:00Z") from error
+    return text
+
+
 def _few(labels: dict[str, str]) -> dict[str, str]:
     if len(labels) > MOST_LABELS:
         raise ValueError(f"has {len(labels)} labels, and a resource takes {MOST_LABELS} beside one")
@@ -132,6 +141,13 @@ Reservation = Annotated[
         "(projects/[^/ ]+/reservations/)?[a-z]([a-z0-9-]*[a-z0-9])?",
         "the name of a reservation, such as my-reservation, or of a shared one, such as "
         "projects/its-project/reservations/its-name",
+    ),
+]
+Channel = Annotated[
+    str,
+    _shape(
+        r"projects/[^/]+/notificationChannels/[0-9]+",
+        "a channel's name, such as projects/my-project/notificationChannels/123",
     ),
 ]
 Member = Annotated[
@@ -280,6 +296,8 @@ class FleetFile(FileSection):
 
     Attributes:
         data: prepared tokens, copied to each learner's machine before it starts.
+        stop_at: time in UTC after which the keeper takes all machines of learners.
+        notification_channels: channels of Cloud Monitoring that hear of errors in the logs.
         parameters: number of the model's parameters, for a run without a task that states it.
         allow_unlisted: only warn about what the dated table lacks, as Google may have changed
             since.
@@ -301,12 +319,20 @@ class FleetFile(FileSection):
     hourly_checkpoints: bool = False
     paused: bool = False
     keeper: bool = True
+    stop_at: Annotated[str, AfterValidator(_moment)] | None = None
+    notification_channels: list[Channel] = []
     operators: list[Member] = []
     metrics_port: Annotated[int, Field(ge=1024, le=65535)] = 9464
     monitoring_ranges: list[Private] = []
     # One of the 64 labels is the run's own.
     labels: Annotated[dict[LabelKey, Label], AfterValidator(_few)] = {}
     allow_unlisted: bool = False
+
+    @model_validator(mode="after")
+    def _stopped_by_the_keeper(self) -> "FleetFile":
+        if self.stop_at and not self.keeper:
+            raise ValueError("stop_at needs the keeper, which takes the machines: keeper = true")
+        return self
 
     def bucket(self) -> str:
         """Returns the bucket's region: the first aggregator's, unless the file names another."""

@@ -119,8 +119,8 @@ locals {
 resource "google_project_service" "this" {
   for_each = toset([
     "cloudresourcemanager.googleapis.com", "compute.googleapis.com", "iam.googleapis.com",
-    "iap.googleapis.com", "logging.googleapis.com", "oslogin.googleapis.com", "secretmanager.googleapis.com",
-    "storage.googleapis.com", "tpu.googleapis.com",
+    "iap.googleapis.com", "logging.googleapis.com", "monitoring.googleapis.com", "oslogin.googleapis.com",
+    "secretmanager.googleapis.com", "storage.googleapis.com", "tpu.googleapis.com",
   ])
   service            = each.key
   disable_on_destroy = false
@@ -305,10 +305,36 @@ module "keeper" {
     hosts   = learner.group.target_size
     ours    = learner.bulk
   }]
+  stop_at        = var.stop_at
   subnetwork     = module.network.subnetworks[local.nats_regions[0]]
   tag            = local.tags.keeper
   startup_script = local.startup_script
   labels         = local.labels
+
+  depends_on = [google_project_service.this]
+}
+
+# An error that a unit of any machine of the run has logged, told at most every five minutes.
+resource "google_monitoring_alert_policy" "errors" {
+  count                 = length(var.notification_channels) > 0 ? 1 : 0
+  display_name          = "${local.name}: an error in the log"
+  combiner              = "OR"
+  notification_channels = var.notification_channels
+  user_labels           = local.labels
+
+  conditions {
+    display_name = "a unit has logged an error"
+    condition_matched_log {
+      filter = "logName=\"projects/${var.project}/logs/diloco\" AND severity>=ERROR AND labels.machine=~\"^${local.name}-\""
+    }
+  }
+
+  alert_strategy {
+    auto_close = "1800s"
+    notification_rate_limit {
+      period = "300s"
+    }
+  }
 
   depends_on = [google_project_service.this]
 }

@@ -22,6 +22,25 @@ output "run_toml" {
   value       = local.run_toml
 }
 
+output "prometheus" {
+  description = "Configuration of a Prometheus that finds the machines by their tags, those that were recreated too: docs/metrics.md."
+  value = yamlencode(merge(yamldecode(file("${path.module}/../prometheus/prometheus.yml")), {
+    scrape_configs = [
+      for role, zones in {
+        aggregator = values(local.aggregators)[*].zone
+        learner    = values(local.learners)[*].zone
+        } : {
+        job_name       = "diloco-${role}s"
+        gce_sd_configs = [for zone in sort(distinct(zones)) : { project = var.project, zone = zone, port = var.metrics_port }]
+        relabel_configs = [
+          { source_labels = ["__meta_gce_tags"], regex = ".*,${local.tags[role]},.*", action = "keep" },
+          { source_labels = ["__meta_gce_instance_name"], target_label = "instance" },
+        ]
+      }
+    ]
+  }))
+}
+
 output "machines" {
   description = "Where each part is: an instance, or the group of a learner's machines."
   value = merge(

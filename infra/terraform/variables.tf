@@ -353,6 +353,33 @@ variable "keeper" {
   default     = true
 }
 
+variable "stop_at" {
+  description = "Time after which the keeper takes all machines of learners, until it is later: what a day costs, and the days until then, bound what is spent."
+  type        = string
+  default     = ""
+
+  validation {
+    condition     = var.stop_at == "" || (can(regex("^[0-9-]{10}T[0-9:]{8}Z$", var.stop_at)) && can(timeadd(var.stop_at, "0s")))
+    error_message = "stop_at must be a time in UTC, such as 2026-12-24T00:00:00Z."
+  }
+
+  validation {
+    condition     = var.stop_at == "" || var.keeper
+    error_message = "stop_at needs the keeper, which takes the machines: keeper = true."
+  }
+}
+
+variable "notification_channels" {
+  description = "Channels of Cloud Monitoring that hear of errors in the logs: projects/PROJECT/notificationChannels/NUMBER."
+  type        = set(string)
+  default     = []
+
+  validation {
+    condition     = alltrue([for channel in var.notification_channels : can(regex("^projects/[^/]+/notificationChannels/[0-9]+$", channel))])
+    error_message = "notification_channels must be names such as projects/my-project/notificationChannels/123, as gcloud beta monitoring channels list prints them."
+  }
+}
+
 variable "images" {
   description = "Image of each kind of machine: a family follows Google's updates, a name stays what it is."
   type        = any # An object type would drop a key that it does not know.

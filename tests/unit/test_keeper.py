@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ class Compute:
         self.groups: dict[str, list[str]] = {}
         self.sizes: dict[str, int] = {}
         self.ended: set[str] = set()
+        self.stop_at = ""
         self.wanted: list[dict[str, Any]] = []
         self.refused = ""
         self.answers: tuple[int, bytes] = 403, b"{}"
@@ -109,7 +111,7 @@ class Compute:
 
     def answer(self, path: str) -> tuple[int, Any]:
         if path == "/m/attributes/diloco":
-            return 200, {"groups": self.wanted}
+            return 200, {"groups": self.wanted, "stop_at": self.stop_at}
         if path.startswith("/m/"):
             return 200, {"access_token": "t"}
         path, _, query = path.partition("?")
@@ -183,6 +185,31 @@ def test_what_has_ended_stays_away_until_somebody_wants_it_back(
     compute.answer("/c/projects/p/zones/z/instanceGroupManagers/slice/resize?size=2")
     kept.look()
     assert compute.sizes == {"slice": 2}
+
+
+def test_after_the_time_to_stop_no_learner_has_machines_until_that_is_later(
+    compute: Compute, tmp_path: Path
+) -> None:
+    now = datetime(2026, 12, 23, tzinfo=UTC).timestamp()
+    kept = Keeper(Google(f"{compute.url}m/"), tmp_path / "ended.json", clock=lambda: now)
+    compute.stop_at = "2026-12-24T00:00:00Z"
+    compute.add("slice", 2)
+    compute.add("over", 1)
+    compute.ended = {"over-0"}
+    kept.look()
+    assert compute.sizes == {"slice": 2, "over": 0}
+    now += 24 * 3600
+    compute.groups["slice"][0] = "STOPPED"
+    for _ in range(3):
+        kept.look()
+        assert compute.sizes == {"slice": 0, "over": 0}
+    compute.answer("/c/projects/p/zones/z/instanceGroupManagers/slice/resize?size=2")
+    kept.look()
+    assert compute.sizes == {"slice": 0, "over": 0}  # An apply after the stop.
+    compute.stop_at = "2026-12-31T00:00:00Z"
+    for _ in range(2):
+        kept.look()
+        assert compute.sizes == {"slice": 2, "over": 0}
 
 
 def test_a_refusal_keeps_it_from_no_other_group(

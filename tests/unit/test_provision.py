@@ -36,8 +36,11 @@ PRICED = {
     "compute_instance", "compute_instance_group_manager", "compute_instance_template",
     "compute_disk", "compute_router_nat", "secret_manager_secret_version",
 }  # fmt: skip
-# By bytes that the fleet's file does not say: snapshots, and the bucket, which `diloco plan` counts.
-BY_BYTES = {"compute_resource_policy", "storage_bucket", "storage_bucket_object"}
+# By what the fleet's file does not say: snapshots, logs and their alerts, and the bucket, which
+# `diloco plan` counts.
+BY_USE = {
+    "compute_resource_policy", "monitoring_alert_policy", "storage_bucket", "storage_bucket_object",
+}  # fmt: skip
 FREE = {
     "compute_address", "compute_disk_resource_policy_attachment", "compute_firewall",
     "compute_health_check", "compute_network", "compute_router", "compute_subnetwork",
@@ -606,7 +609,38 @@ def test_the_costs_are_those_of_every_resource_that_is_made(tmp_path: Path) -> N
     assert sum(one.dollars or 0.0 for one in found) == pytest.approx(by_hand, rel=1e-6)
     document["learners"]["coast"]["spot"] = True
     unknown = [one.what for one in check(write(tmp_path, document)).costs if one.dollars is None]
-    assert unknown == ["coast: 64 chips of v6e, spot", "snapshots of the streams", "logs"]
+    assert unknown == [
+        "coast: 64 chips of v6e, spot",
+        "snapshots of the streams",
+        "logs and alerts",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"stop_at": "2026-13-24T00:00:00Z"}, "a time in UTC, such as 2026-12-24T00:00:00Z"),
+        ({"stop_at": "tomorrow"}, "a time in UTC, such as 2026-12-24T00:00:00Z"),
+        ({"stop_at": "2126-12-24T00:00:00Z", "keeper": False}, "needs the keeper"),
+        ({"stop_at": "2025-12-24T00:00:00Z"}, "2025-12-24T00:00:00Z is over"),
+        ({"notification_channels": ["mail"]}, "projects/my-project/notificationChannels/123"),
+    ],
+)
+def test_a_stop_that_would_not_stop_is_refused(
+    place: Path, changed: dict[str, Any], sentence: str
+) -> None:
+    done = CliRunner().invoke(app, ["check", str(write(place, example() | changed))])
+    assert done.exit_code != 0
+    assert sentence in f"{done.output} {done.exception}"
+
+
+def test_a_stop_and_channels_are_variables(place: Path) -> None:
+    channel = "projects/my-project/notificationChannels/1"
+    changed = {"stop_at": "2126-12-24T00:00:00Z", "notification_channels": [channel]}
+    found = check(write(place, example() | changed))
+    assert found.variables is not None
+    assert found.variables.items() >= changed.items()
+    assert "stop_at" not in (check(write(place, example())).variables or {})
 
 
 def test_a_fleet_that_is_paused_pays_for_no_learner(place: Path) -> None:
@@ -622,7 +656,7 @@ def test_each_kind_of_resource_of_the_modules_has_a_price_or_is_free() -> None:
     """A kind that is new here costs something: say what, in infra/provision/costs.py."""
     text = "\n".join(path.read_text() for path in EXAMPLES.parent.rglob("*.tf"))
     assert (
-        set(re.findall(r'^resource "google_(\w+)"', text, re.MULTILINE)) == PRICED | BY_BYTES | FREE
+        set(re.findall(r'^resource "google_(\w+)"', text, re.MULTILINE)) == PRICED | BY_USE | FREE
     )
 
 

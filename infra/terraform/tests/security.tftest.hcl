@@ -367,6 +367,43 @@ run "keeper" {
   }
 }
 
+run "a_stop_and_alerts" {
+  command = plan
+
+  variables {
+    stop_at               = "2126-12-24T00:00:00Z"
+    notification_channels = ["projects/my-project/notificationChannels/1"]
+  }
+  assert {
+    condition     = jsondecode(module.keeper[0].instance.metadata["diloco"]).stop_at == "2126-12-24T00:00:00Z"
+    error_message = "the keeper is told when to stop"
+  }
+  assert {
+    condition     = google_monitoring_alert_policy.errors[0].conditions[0].condition_matched_log[0].filter == "logName=\"projects/my-project/logs/diloco\" AND severity>=ERROR AND labels.machine=~\"^diloco-demo-\""
+    error_message = "channels hear of errors of this run's machines"
+  }
+}
+
+run "prometheus" {
+  command = plan
+
+  assert {
+    condition     = length(google_monitoring_alert_policy.errors) == 0 && jsondecode(module.keeper[0].instance.metadata["diloco"]).stop_at == ""
+    error_message = "nobody is told, and nothing stops"
+  }
+  assert {
+    condition = { for job in yamldecode(output.prometheus).scrape_configs : job.job_name => job.gce_sd_configs[*].zone } == {
+      diloco-aggregators = ["us-central1-a", "us-east5-a"]
+      diloco-learners    = ["europe-west4-b", "us-central1-a", "us-central1-b", "us-east5-a"]
+    }
+    error_message = "each zone is searched for machines"
+  }
+  assert {
+    condition     = yamldecode(output.prometheus).scrape_configs[1].relabel_configs[0].regex == ".*,diloco-demo-learner,.*" && yamldecode(output.prometheus).rule_files == ["alerts.yml"]
+    error_message = "those of the run are kept, with the alerts of the repository"
+  }
+}
+
 run "without_a_keeper" {
   command = plan
 

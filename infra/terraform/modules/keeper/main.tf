@@ -15,6 +15,7 @@ locals {
     environment = {}
     units       = []
     groups      = var.groups
+    stop_at     = var.stop_at
   }
 }
 

@@ -23,6 +23,11 @@ variable "groups" {
   type        = list(object({ project = string, zone = string, name = string, hosts = number, ours = bool }))
 }
 
+variable "stop_at" {
+  description = "Time after which it takes all machines of learners; empty: never."
+  type        = string
+}
+
 variable "subnetwork" {
   description = "The subnet of its region."
   type        = string
