@@ -1,6 +1,6 @@
 """Checks a run's tape against the rules of `diloco.judge.oracle`, and counts its updates.
 
-It trusts no daemon. The run may be in progress, and its tape trimmed; then each fragment is judged
+The audit trusts no daemon. If the run is in progress or its tape trimmed, each fragment is judged
 from its oldest record on. `remake_and_compare.py` and `objects.py` check the store's objects.
 """
 
@@ -40,10 +40,10 @@ class Objects:
         needed: number of objects that recovery and learners need, of `needed_bytes` in all.
         collected: number of missing objects that garbage collection may have removed.
         orphans: bytes of each object below the run's prefix that nothing on the tape names.
-        invented: number of those that each learner stored under lives that it never began.
+        invented: for each learner, the number of orphans under lives that it never began.
         newer: bytes of each object of a version beyond the tape's end.
-        remade: versions that were merged again, and gave their digests.
-        read: objects of versions whose bytes were compared.
+        remade: number of versions that were merged again, and gave the recorded digests.
+        read: number of objects of versions whose bytes were compared.
     """
 
     breaches: list[Breach] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Objects:
 
 @dataclass
 class Account:
-    """Counts of a run's updates since each fragment's oldest record, each with its tokens."""
+    """Counts of a run's updates since each fragment's oldest record, and of their tokens."""
 
     sent: int = 0
     merged: int = 0
@@ -77,7 +77,8 @@ class Audit:
 
     Attributes:
         deep: whether decisions and versions were recomputed.
-        followed: number of decisions that were recomputed; `remade`: that of versions.
+        followed: number of decisions that were recomputed.
+        remade: number of versions that were recomputed.
         unknown: number of decisions that could not be recomputed, since the tape is trimmed.
     """
 

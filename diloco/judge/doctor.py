@@ -1,7 +1,7 @@
 """`diloco doctor`: reports the health of a run, or of a configuration whose run is not created yet.
 
-It probes bus, store and clock, reads tape, heartbeats and the list of objects, and leaves nothing
-behind but one line among the rejected copies. `doctor_findings.py` turns facts into findings.
+It probes bus, store and clock, and reads tape, heartbeats and the list of objects. It leaves one
+message behind, among the copies of rejections. `doctor_findings.py` turns facts into findings.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ class Report:
         }
 
 
-# Is called with the report so far, and the next step.
+# A function that receives the report so far, and a text on the next step.
 Told = Callable[["Report", str], None]
 # (run, tape, its task as a `ScoredTask`, findings) -> the findings, with its own added.
 Further = Callable[[RunContext, History, Isolated, list[Finding]], Awaitable[list[Finding]]]
@@ -195,14 +195,14 @@ def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> It
         yield Finding(
             severity="error",
             about="run",
-            sentence=f"{error.message}, but the store holds {objects:,} objects of it: its tape is "
-            "lost, or on another server",
+            sentence=f"{error.message}, but the store holds {objects:,} objects of the run: its "
+            "tape is lost, or on another server",
             advice="check bus.url; if the server's disk is lost, resume from the store",
             runbook=doctor_findings.RESTORE,
         )
         return
     yield Finding(
-        severity="note", about="run", sentence=f"{error.message}: it does not exist yet",
+        severity="note", about="run", sentence=f"{error.message}: the run does not exist yet",
         advice=error.hint or "", runbook=doctor_findings.RUN_MISMATCH,
     )  # fmt: skip
 
@@ -214,7 +214,7 @@ def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
     try:
         store = open_store(config.store.url, emulator=config.store.emulator)
         _round_trip(store, name)
-        taken = f"{config.store.url} accepts objects{service_findings.probed_as(store)}"
+        taken = service_findings.accepts(store, config.store.url)
         return store, [
             Finding(severity="ok", about="store", sentence=taken),
             *service_findings.store_owner(store),
@@ -295,7 +295,7 @@ def _compare(run: OpenRun) -> list[Finding]:
 
 
 def _try_task(task: Isolated, build: str, layout: str | None = None) -> list[Finding]:
-    """Checks that the task can be built here, and gives the run's layout."""
+    """Checks that the task can be built here, and that its layout is `layout`, the run's."""
     try:
         digest = task.call("digest")
     except (DilocoError, ImportError, OSError) as error:
@@ -303,7 +303,7 @@ def _try_task(task: Isolated, build: str, layout: str | None = None) -> list[Fin
         return [
             Finding(
                 severity="note", about="layout", sentence=sentence,
-                advice="only learners and `run create` need it",
+                advice="only learners and `diloco run create` need the task",
                 runbook=doctor_findings.RUN_MISMATCH,
             )
         ]  # fmt: skip
@@ -378,8 +378,8 @@ def _copy() -> Finding:
     """Returns the note on the parts of a bundle that cannot be recomputed from its tape."""
     return Finding(
         severity="note", about="file",
-        sentence="this is a copy in a file: what it has of heartbeats, held-out losses and logs is "
-        "its maker's word",
+        sentence="this is a copy in a file: its heartbeats, held-out losses and logs are its "
+        "maker's word alone",
         advice="`diloco replay FILE` verifies its tape and its objects",
     )  # fmt: skip
 

@@ -70,7 +70,7 @@ def tape(history: History, found: Audit) -> Iterator[Finding]:
             severity="note",
             about="tape",
             sentence=f"{len(history.garbage)} messages do not follow this run's protocol, most on "
-            f"{subjects.most_common(1)[0][0]!r}: they were passed over",
+            f"{subjects.most_common(1)[0][0]!r}: readers ignore them",
         )
 
 
@@ -80,14 +80,14 @@ def stores_nothing(stream: str, error: str) -> Finding:
         severity="error",
         about="bus",
         sentence=f"NATS answers, and stores nothing in stream {stream!r}: {error}",
-        advice="its disk is full, or was: a stream that met a full disk takes nothing more, also "
-        "with room again, until its nats-server is restarted",
+        advice="the server's disk is full, or was: a stream that met a full disk accepts no "
+        "message, even once there is room again, until its nats-server is restarted",
         runbook=DISK_FULL,
     )
 
 
 def readers(filled: Filled) -> Iterator[Finding]:
-    """Finds a number of the tape's readers that is near the server's limit."""
+    """Finds that the tape has nearly as many readers as the server allows."""
     most = filled.max_readers or USUAL_READERS
     if filled.readers < NEARLY_FULL * most:
         return
@@ -95,8 +95,8 @@ def readers(filled: Filled) -> Iterator[Finding]:
     yield Finding(
         severity="warning",
         about="tape",
-        sentence=f"{filled.readers} processes read it, and the server lets {most} of them{unless}: "
-        "then no learner joins, and no aggregator starts",
+        sentence=f"{filled.readers} processes read the tape, and the server allows {most}{unless}: "
+        "beyond that number no learner joins, and no aggregator starts",
         advice="raise the number in the server's configuration (docs/operations.md, Large fleets)",
         runbook=NO_LEARNERS,
     )
@@ -110,7 +110,7 @@ def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
     yield from _breaches(wrong, "store", DIGEST_MISMATCH)
     if not found.breaches:
         remade = f"; {found.remade:,} versions made again to the bit" if deep else ""
-        remade += f"; the newest {found.read:,} of versions were read" if found.read else ""
+        remade += f"; the bytes of the newest {found.read:,} were compared" if found.read else ""
         yield Finding(
             severity="ok",
             about="store",
@@ -140,7 +140,7 @@ def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
 def rules(found: Audit) -> Iterator[Finding]:
     """Yields the finding on the decisions and versions that were recomputed."""
     if found.deep and not found.breaches:
-        unknown = f"; {found.unknown:,} could not be followed" if found.unknown else ""
+        unknown = f"; {found.unknown:,} could not be recomputed" if found.unknown else ""
         followed = bool(found.followed or not found.unknown)
         yield Finding(
             severity="ok" if followed else "note",
@@ -187,9 +187,9 @@ def _risen(about: str, losses: Sequence[tuple[float, int]]) -> Iterator[Finding]
             severity="warning",
             about=about,
             sentence=f"{newest:.4g} at step {at:,}; it was {best:.4g} at step {best_at:,}",
-            advice="`diloco replay RUN --bisect` says at which version it rose, `--blame` by whom; "
-            "if no learner did it, the outer step is too long: `diloco replay RUN --set "
-            "outer.learning_rate=0.5`",
+            advice="`diloco replay RUN --bisect` finds the version at which the loss rose, and "
+            "`--blame` the learner; if no learner did it, the outer step is too long: `diloco "
+            "replay RUN --set outer.learning_rate=0.5`",
             runbook=LOSS_SPIKE,
         )
 

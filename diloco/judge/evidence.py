@@ -3,8 +3,8 @@
 Garbage collection trims the tape first, and deletes objects then. So the tape itself tells which
 parts may be missing: of each fragment, all objects named by records above the oldest one are kept,
 and no message stored after every fragment's oldest record is ever trimmed. Anything else that is
-missing was deleted by hand or lost; objects beyond the tape's end mean that the tape was cut. Reads
-nothing.
+missing was deleted by hand or lost; objects beyond the tape's end mean that the tape was cut. These
+functions read neither bus nor store.
 """
 
 import itertools
@@ -51,7 +51,7 @@ def holes(history: History) -> list[Hole]:
 def missing_objects(history: History, there: Container[str]) -> dict[str, int]:
     """Returns the missing objects that garbage collection would not have removed.
 
-    Names, each with the sequence of its record.
+    The result maps an object's name to the sequence of its record.
     """
     found: dict[str, int] = {}
     for chain in history.records.values():
@@ -155,8 +155,8 @@ def wholeness(history: History, objects: Objects) -> Iterator[Finding]:
         yield Finding(
             severity="error",
             about="tape",
-            sentence=f"it ends before its objects: the store has {len(objects.newer):,} of what "
-            f"came later, such as {next(iter(objects.newer))}",
+            sentence=f"the tape ends before its objects: the store has {len(objects.newer):,} of "
+            f"later versions, such as {next(iter(objects.newer))}",
             advice=f"the stream was cut, or an older copy restored; {KEEP}",
             runbook=DEBUG_WITH_REPLAY,
         )

@@ -1,7 +1,8 @@
 """Compares a listing of a run's store with its records: which named objects exist, in which size.
 
-It knows the objects that recovery and joining learners need, and those that garbage collection may
-have taken; it reads no object. `remake_and_compare.py` compares their contents.
+These functions know the objects that recovery and joining learners need, and those that garbage
+collection may have taken. Only `check_bytes` reads objects. `remake_and_compare.py` compares what
+objects contain with what recomputing their versions gives.
 """
 
 from array import array
@@ -80,11 +81,11 @@ class Listing:
     def missing_from(self, other: "Listing") -> "Listing":
         """Returns this listing's objects that `other` lacks, or has with another size."""
         found, rows = Listing(), self._table()
-        found._rows = rows[~_stand_in(other._table(), rows)]  # noqa: SLF001 - of this class
+        found._rows = rows[~_are_among(other._table(), rows)]  # noqa: SLF001 - of this class
         return found
 
 
-def _stand_in(rows: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def _are_among(rows: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Returns for each row of `wanted` whether it is among `rows`, which are sorted."""
     if not len(rows):
         return np.zeros(len(wanted), np.bool_)
@@ -138,7 +139,7 @@ def fragment_of(run: str, name: str) -> int | None:
 
 
 def may_be_newer(run: str, newest: Mapping[int, int]) -> Callable[[str], bool]:
-    """Returns a test whether an object is a checkpoint's, or of a version later than `newest`.
+    """Returns a test of a name: is the object a checkpoint, or of a version after `newest`?
 
     `diloco.judge.evidence.newer_objects` decides by the tape, once it is read.
     """
@@ -238,7 +239,7 @@ def _invented(history: History, orphans: Iterable[str]) -> Counter[str]:
 
 
 def _unknown(history: History, known: Listing) -> Callable[[str], bool]:
-    """Returns a test whether no record names an object, or it may be newer than the tape."""
+    """Returns a test of a name: does no record name the object, or is it newer than the tape?"""
     newest = {
         fragment: chain[-1][1].version if chain else -1
         for fragment in range(len(history.layout.fragments))

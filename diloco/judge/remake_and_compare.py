@@ -1,9 +1,10 @@
 """Recomputes a run's versions from its objects, one fragment at a time, in order.
 
-`FragmentRemaker` merges each version again from its recorded inputs and compares digests, bit
-for bit; `verify` also has its delta and stored states compared. Garbage collection takes objects
+`FragmentRemaker` merges each version again from its recorded inputs and compares digests, bit for
+bit, and on request also the stored delta, view and outer state. Garbage collection takes objects
 that recovery no longer needs; remaking then begins at the oldest version whose view and outer state
 still exist.
+
 `merge_round` makes a version that never was: with other inputs, or under other settings.
 `objects.py` tells which objects must exist.
 """
@@ -192,7 +193,7 @@ def load_arrays(history: History, record: wire.Record) -> FragmentArrays:
     """Loads the arrays that a record has stored.
 
     Raises:
-        IntegrityError, ObjectMissingError: they are damaged, not the record's, or missing.
+        IntegrityError, ObjectMissingError: an object is damaged, not the record's, or missing.
     """
     arrays = FragmentArrays.from_objects(
         history.settings,

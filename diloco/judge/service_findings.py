@@ -21,7 +21,7 @@ LISTED = 3
 
 
 def newest_checkpoint(store: ObjectStore, run: str) -> tuple[str, float] | None:
-    """Returns the name and time of the newest complete checkpoint; None without one.
+    """Returns the name and time of the newest complete checkpoint; None if there is none.
 
     Raises:
         StoreError: the store cannot be read.
@@ -38,7 +38,7 @@ def checkpoints(
 ) -> Iterator[Finding]:
     """Yields the finding on the run's checkpoints, from which a lost NATS server is restored."""
     marks = {mark.name: mark.created_at_s for _, mark in history.checkpoints}
-    since = f"the newest that is whole is {made[0]}" if made else "there is none that is whole"
+    since = f"the newest complete one is {made[0]}" if made else "no checkpoint is complete"
     created_s = history.specification.created_at_s
     begun = [name for name, at_s in sorted(marks.items())
              if at_s < now_s - MAKING_S and (made is None or name > made[0])]  # fmt: skip
@@ -47,7 +47,7 @@ def checkpoints(
             severity="error",
             about="checkpoints",
             sentence=f"{begun[-1]} was begun and is not in the store: {since}",
-            advice="aggregators retry; see why: checkpoint_failed in their logs",
+            advice="aggregators retry; the reason is checkpoint_failed in their logs",
             runbook=CHECKPOINTS_FAIL,
         )
     elif history.end is None and now_s - (made[1] if made else created_s) > CHECKPOINT_S:
@@ -78,15 +78,15 @@ def store_owner(store: ObjectStore) -> Iterator[Finding]:
         yield Finding(
             severity="error",
             about="store",
-            sentence=f"{listed}{more}: not of user {root.stat().st_uid}, whose the store is: its "
-            "daemons cannot write there",
+            sentence=f"{listed}{more}: not of user {root.stat().st_uid}, who owns the store: the "
+            "run's daemons cannot write there",
             advice=f"chown -R --reference={root} {root}",
             runbook=PERMISSIONS,
         )
 
 
 def store_fence(store: ObjectStore, *, credentials: bool) -> Iterator[Finding]:
-    """Warns of a folder as store if the run's parties have credentials of their own."""
+    """Warns if the store is a folder although the run's parties have credentials of their own."""
     if credentials and isinstance(store, DirectoryStore):
         yield Finding(
             severity="warning",
@@ -108,11 +108,15 @@ def _owned_by_others(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def probed_as(store: ObjectStore) -> str:
-    """Describes the user that writes to a local store in this process; "" for other stores."""
+def accepts(store: ObjectStore, url: str) -> str:
+    """Returns the sentence that a store accepts objects, and from which user if it is a folder."""
+    sentence = f"{url} accepts objects"
     if not isinstance(store, DirectoryStore):
-        return ""
+        return sentence
     uid, owner = os.geteuid(), store.root.stat().st_uid
     if uid == owner:
-        return f", as their owner, user {uid}"
-    return f", as user {uid}; the folder is user {owner}'s, as whom its daemons should run"
+        return f"{sentence} from the folder's owner, user {uid}"
+    return (
+        f"{sentence} from user {uid}; the folder belongs to user {owner}, as whom the run's "
+        "daemons should run"
+    )

@@ -92,7 +92,7 @@ class BlamedRounds:
 
 @dataclass
 class Blame:
-    """The effects of updates in order of time, the worst also by tensor; and counts of rounds.
+    """The effects of updates in order of time, those of the worst also by tensor; counts of rounds.
 
     `slices` has the effects of the same updates on the loss of each slice of the held-out data.
     `began` is the median of the learners' first training losses.
@@ -297,7 +297,7 @@ def first_loss(records: Mapping[int, Chain]) -> float:
     would otherwise make all harm look small.
 
     Args:
-        records: of each fragment.
+        records: the records of each fragment, in order.
     """
     first: dict[str, float] = {}
     rounds = max(1, FIRST_ROUNDS // max(1, len(records)))

@@ -24,11 +24,11 @@ from diloco.show.page.svg import CYCLE, Axis, Panel, step_line
 WORST = 10
 _FATES: dict[Fate, str] = {
     "judged": "judged",
-    "early": "before the first stored version that is whole",
+    "early": "before the first complete stored version",
     "damaged": "GONE OR DAMAGED",
-    "behind": "behind such a one, up to the next stored version",
-    "beside": "while another fragment's view was unknown",
-    "unreadable": "of which the record cannot be read",
+    "behind": "after such a round, up to the next stored version",
+    "beside": "at which another fragment's view is unknown",
+    "unreadable": "whose record cannot be read",
 }
 _COLOURS = {
     "harmful": "bold red", "useless": "yellow", "uneven": "yellow", "unclear": "dim",
@@ -86,23 +86,24 @@ def _coverage(rounds: BlamedRounds) -> list[str]:
     lines = [f"rounds: {', '.join(listed) or 'none'}"]
     lines += [f"not judged: {why}" for why in rounds.why]
     if rounds.left_out:
-        lines.append("incomplete: what was left out is held for and against nobody")
+        lines.append("incomplete: the rounds left out count neither for nor against a learner")
     return lines
 
 
 def _nobody(effects: Effects, sentences: Sequence[Sentence]) -> str:
     """The sentence to print if no learner is blamed."""
     if not effects:
-        return "no round was judged, so nothing is said of anybody"
+        return "no round was judged, so no learner can be judged"
     if effects[-1].loss > effects[0].loss_before and effects.column("alone").mean() > 0:
         return (
             f"no learner stands out, but the held-out loss went from {effects[0].loss_before:.4f} "
-            f"to {effects[-1].loss:.4f}, and a round of one update alone makes it worse, whoever "
-            "sent it: the outer step may be too long (--set outer.learning_rate=...)"
+            f"to {effects[-1].loss:.4f}, and a round of one update alone makes it worse, "
+            "whichever learner sent it: the outer step may be too long (--set "
+            "outer.learning_rate=...)"
         )
     if all(one.word == "helpful" for one in sentences):
         return "no learner did harm: each made the held-out loss better, on the whole"
-    return "no learner did more harm than may be chance"
+    return "no learner did more harm than chance explains"
 
 
 def of_slice(one: Sentence) -> str:
@@ -120,7 +121,7 @@ def in_words(one: Sentence) -> str:
             f"update {update_name(at)})"
         )
     loss = f"held-out loss{of_slice(one)}"
-    beside = f"alone {one.alone:+.5f} on the {loss} each, the others' {one.others:+.5f}"
+    beside = f"each update alone {one.alone:+.5f} on the {loss}, the others' {one.others:+.5f}"
     word = {"useless": "useless, not harmful", "uneven": "uneven, and best on another slice"}
     return f"{one.learner} is {word.get(one.word, one.word)}{since}: {beside}"
 

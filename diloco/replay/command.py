@@ -152,8 +152,8 @@ def bundle(
     """Write a run, or a part of it, to one file: tape and objects.
 
     Every command that only reads takes FILE in place of RUN, on any machine, without bus or store.
-    It holds outer gradients and views of the model: who has them can learn of the data. Of a run
-    that is not needed here any more: `diloco run delete RUN --bundle FILE`.
+    The file holds outer gradients and views of the model: its readers can learn of the data. To
+    delete the run as well: `diloco run delete RUN --bundle FILE`.
     """
     from diloco.replay.bundle import run_bundle
 

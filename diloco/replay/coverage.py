@@ -2,7 +2,7 @@
 
 A verdict is "verified" only if nothing is left out of it. If garbage collection has removed a part,
 as the tape itself shows, it is "incomplete"; if a part is missing without that, or differs from its
-record, "wrong". Reads nothing.
+record, "wrong". These functions compare what others have read, and read nothing themselves.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ from diloco.run.history import Chain, History
 
 Verdict = Literal["verified", "incomplete", "wrong"]
 STATUSES: dict[Verdict, int] = {"verified": 0, "wrong": 1, "incomplete": 2}
-WITH_IT = "they may have stood in the part of the file that is lost"
+WITH_IT = "the lost part of the file may have held them"
 # Rules that only learners can break: a verdict on the tape does not count them.
 OF_LEARNERS = frozenset({"data", "shares"})
 

@@ -1,4 +1,4 @@
-"""Prints the result of `diloco replay --decide`: how many decisions were the same, which not."""
+"""Prints the result of `diloco replay --decide`: how many decisions are the same, which differ."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -60,7 +60,7 @@ def _check(options: Options) -> None:
     """Refuses options that exclude each other.
 
     Raises:
-        ConfigError: names them.
+        ConfigError: options exclude each other; the message names them.
     """
     if options.decide and (options.settings or options.export or options.resume):
         raise ConfigError("--decide can be combined with --fragments, --from and --until only")
@@ -69,9 +69,9 @@ def _check(options: Options) -> None:
     modes = (options.decide, bool(options.settings or options.without), options.blame,
              options.score or options.bisect)  # fmt: skip
     if sum(modes) > 1:
-        raise ConfigError("--decide, --set, --blame and --score are asked one at a time")
+        raise ConfigError("--decide, --set, --blame and --score exclude each other")
     if (options.blame or options.score or options.bisect) and options.fragments:
-        raise ConfigError("a model is scored whole: --fragments cannot be given with that")
+        raise ConfigError("--blame, --score and --bisect score the whole model: omit --fragments")
     if options.export and options.fragments:
         raise ConfigError("--export needs all fragments and excludes --fragments")
     if options.export:

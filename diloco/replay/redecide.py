@@ -263,7 +263,7 @@ def _quickest_fetch(records: Iterable[wire.Record], tape: Iterable[TapeEvent]) -
 
 
 def _usual_commit(records: Sequence[wire.Record]) -> float:
-    """Returns the median seconds from the end of a round to the word that its record is stored."""
+    """Returns the median seconds from the close of a round to the commit of its record."""
     took_s = sorted(
         told.at_s - before.closed_at_s
         for before, record in itertools.pairwise(records)

@@ -60,7 +60,8 @@ class VersionStep:
     """One version of a fragment: parameters before and after it, and the updates it merged.
 
     Attributes:
-        before, after: values of the fragment, by tensor; a part of one is `name[start:stop]`.
+        before, after: values of the fragment by tensor; the key of a part of a tensor is
+            `name[start:stop]`.
         updates: in the order in which they were merged.
         again: merges the round again in this process, for a debugger; returns the parameters.
     """
@@ -74,7 +75,7 @@ class VersionStep:
 
 
 class Past:
-    """A run's past; a `with` block, or `close`, ends its readers.
+    """A run's past; the end of a `with` block, or `close`, closes its bus, store and file.
 
     Args:
         run: RUN, as commands take it, or a bundle.

@@ -1,8 +1,8 @@
 """`diloco replay`: recomputes every version of a run, and compares digests bit for bit.
 
-It begins at a version whose view and outer state are stored, and merges the recorded inputs of the
-following ones with the code that made them. After a difference, or a gap, it continues at the next
-stored state. A file can hold the progress, from which a later call resumes.
+It begins at a version whose view and outer state are stored, and makes the following versions from
+their recorded inputs, with the code that made them. After a difference, or a gap, it continues at
+the next stored state. A file can hold the progress, from which a later call resumes.
 """
 
 import itertools

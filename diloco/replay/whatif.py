@@ -203,8 +203,8 @@ def _check_sections(changed: Sequence[str]) -> None:
         section = sentence.partition(".")[0]
         if section not in SECTIONS:
             raise ConfigError(
-                f"{sentence.partition(':')[0]} cannot be replayed: updates are as they were sent",
-                hint=f"what if takes settings of {', '.join(SECTIONS)}",
+                f"{sentence.partition(':')[0]} cannot be replayed: updates stay as they were sent",
+                hint=f"--set takes settings of {', '.join(SECTIONS)}",
             )
 
 

@@ -115,7 +115,7 @@ class AsItComes:
     def end(self) -> None:
         """Print a heading before the whole list, which repeats the findings shown so far."""
         if self._said:
-            say_plainly("\nall of it, the worst first:")
+            say_plainly("\nall findings, the worst first:")
 
 
 def _chosen(since: str | None, learner: str | None, *, everything: bool) -> Chosen:
@@ -165,11 +165,11 @@ async def _harm(
     sentences = {f"learner {one.learner}": one for one in named}
     rounds, later = judged.rounds.fates["judged"], judged.rounds.fates["later"]
     if later:
-        all_of_them = f"{rounds} of the {rounds + later} newest rounds, for want of time"
+        all_of_them = f"{rounds} of the {rounds + later} newest rounds, as time ran out"
         why = f"what updates did to the held-out loss: {all_of_them}; `diloco replay RUN --blame`"
-        found = [*found, _not_judged(f"{why} takes its time for all")]
+        found = [*found, _not_judged(f"{why} judges all, and takes longer")]
     elif not rounds:
-        found = [*found, _not_judged("what updates did to the held-out loss: no round is whole")]
+        found = [*found, _not_judged("what updates did to the held-out loss: no round is complete")]
     told = [_with_harm(one, sentences.get(one.about)) for one in found]
     accused = {one.about for one in found if one.severity in ("warning", "error")}
     told += [*leaks(effects, sentences)]
@@ -237,8 +237,8 @@ def accusations(
         yield from (_accusation(one, rounds) for one in against)
     elif against:
         yield _not_judged(
-            "who did harm to the held-out loss, for which it takes three learners; `diloco replay "
-            "RUN --blame` shows what each update did"
+            "which learner did harm to the held-out loss: that takes three learners; `diloco "
+            "replay RUN --blame` shows what each update did"
         )
 
 
@@ -248,7 +248,7 @@ def _accusation(one: Sentence, rounds: int) -> Finding:
         about=f"learner {one.learner}",
         sentence=in_words(one),
         advice=f"`diloco replay RUN --blame` judges every round; `diloco run quarantine RUN "
-        f"{one.learner}` lets none of it in",
+        f"{one.learner}` rejects its updates",
         runbook=LOSS_SPIKE,
         evidence=f"{one.updates} updates of {rounds} rounds merged without each of them",
         since=one.since.version if one.since else None,

@@ -30,7 +30,7 @@ def findings(folder: Path) -> tuple[list[str], list[str], float]:
     if not (folder / "why.json").exists() or "moved" not in {one.name for one in folder.iterdir()}:
         why(folder)
     found = json.loads((folder / "why.json").read_text())
-    said = found["said"].rpartition("all of it, the worst first:\n")[2] or found["errors"]
+    said = found["said"].rpartition("all findings, the worst first:\n")[2] or found["errors"]
     lines = said.splitlines()
     return rows(lines[:LINES]), rows(lines), found["took_s"]
 

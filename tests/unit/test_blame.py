@@ -203,7 +203,7 @@ def test_blame_goes_on_behind_a_damaged_shard(asked, runs, tmp_path):
     ]  # fmt: skip
     assert found["learners"][0]["learner"] == spoiled.CULPRIT
     text = asked("labels", store=store, status=2, blame=True, plot=tmp_path / "blame.html")
-    assert "rounds: 17 judged, 1 GONE OR DAMAGED, 2 behind such a one" in text
+    assert "rounds: 17 judged, 1 GONE OR DAMAGED, 2 after such a round" in text
     assert "0@4: " in text
 
 

@@ -165,7 +165,7 @@ def test_roots_objects_belong_to_the_folders_owner(tmp_path: Path) -> None:
     store.put("demo/checkpoint/one", b"bytes")
     assert {path.stat().st_uid for path in tmp_path.rglob("*")} == {NOBODY}
     assert not [*service_findings.store_owner(store)]
-    assert f"the folder is user {NOBODY}'s" in service_findings.probed_as(store)
+    assert f"folder belongs to user {NOBODY}," in service_findings.accepts(store, "file:///s")
     os.chown(tmp_path / "demo" / "checkpoint", 0, 0)
     (found,) = service_findings.store_owner(store)
     assert str(tmp_path / "demo" / "checkpoint") in found.sentence
@@ -181,7 +181,7 @@ def test_a_folder_beside_credentials_is_no_fence(tmp_path: Path) -> None:
 
 def test_of_other_stores_nothing_is_said() -> None:
     assert not [*service_findings.store_fence(MemoryStore(), credentials=True)]
-    assert service_findings.probed_as(MemoryStore()) == ""
+    assert service_findings.accepts(MemoryStore(), "mem://s") == "mem://s accepts objects"
     assert not [*service_findings.store_owner(MemoryStore())]
 
 

@@ -2,7 +2,7 @@
 
     merged = v + sum of w c (e - v) / sum of w,   c = min(1, clip_radius r / |e - v|)^2
 
-in each segment. v: the fragment's merged gradient before; e: an update times discount and clip; r:
+in each segment. v: the previous round's merged gradient; e: an update times discount and clip; r:
 the lower median of |e - v| over the learners of the last round that had three. Until there was such
 a round: merged = r sum of w e / |e| / sum of w, r the median of the round itself, v = 0.
 """

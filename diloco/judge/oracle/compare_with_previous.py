@@ -82,9 +82,9 @@ def answers(
     """Compares what a record says of the updates it answers with their manifests.
 
     Args:
-        record: not the first of its fragment.
+        record: a record that is not the first of its fragment.
         announced: returns the manifest at a sequence, and when it was stored.
-        whole_from: no manifest from here on is missing.
+        whole_from: the sequence from which on no manifest is missing.
     """
     for taken in resolved(record):
         found = announced(taken.stream_seq)
@@ -227,7 +227,8 @@ def objects(
 ) -> Iterator[RuleBreach]:
     """Checks which snapshot, deltas and outer state the record names: its own, or earlier ones.
 
-    If `settings` is None, as the tape no longer has them, the record itself says which of both.
+    If `settings` is None, as the tape no longer has them, the record's own fields decide which of
+    the two it must name.
     """
     outer_seq = base.outer_seq or base_seq
     if record.what == "verdict":

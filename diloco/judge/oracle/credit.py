@@ -1,6 +1,6 @@
 """The credit of an update, and the member state of its sender after it.
 
-As docs/design/design.md states it, "Trust"; nothing here is shared with the aggregator.
+Source: docs/design/design.md, "Trust". No code is shared with the aggregator.
 """
 
 import math
@@ -19,8 +19,8 @@ class CreditBasis:
     Attributes:
         memory: the owner's memory; `now_s` is the time by its clock.
         stored_at_s: when the server stored the update.
-        averaged: the update is of averaged state.
-        others: learners may lie.
+        averaged: True if the update is of averaged state.
+        others: True for `run.trust = "others"`: learners may lie.
     """
 
     bounds: BoundsSection

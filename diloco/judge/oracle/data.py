@@ -23,9 +23,9 @@ class Unanswered:
     """An update that no record has answered, as it was announced first.
 
     Attributes:
-        due: a record's position may not pass it. False for an update that came out of turn, which
-            need not be read until it is announced again.
-        shut_out: its sender was quarantined: it may have been dropped unread.
+        due: True if no record's position may pass this update. False for an update that came out
+            of turn, which need not be read until it is announced again.
+        shut_out: True if its sender was quarantined: the update may have been dropped unread.
     """
 
     stream_seq: int
@@ -89,7 +89,8 @@ class Data:
         specification: the tape's first message.
         earlier: positions that the tape begins with.
         overwritten: fragments whose versions overwrite a learner's unsent work.
-        blend: share that stays of the steps after an update, if the adopted version merged it.
+        blend: the share that a learner keeps of its steps after an update, when it adopts the
+            version that merged the update.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ class Violation(NamedTuple):
     """One breach of a rule on the tape.
 
     Attributes:
-        rule: a short word for it; `RULES` has the sentence.
+        rule: the rule's short name; `RULES` has its sentence.
         seq: stream sequence of the message that breaks it.
         about: fragment and version, or learner.
         field: the field of the message, as its class names it; may be empty.

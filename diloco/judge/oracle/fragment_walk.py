@@ -203,7 +203,7 @@ class Chain:
         return ""
 
     def _observe(self, seen: wire.Observation, record: wire.Record, count: int) -> bool:
-        """Applies one observation; returns False if the record was due before it."""
+        """Applies one observation; returns False if the record was due before that observation."""
         life = self._life
         assert life is not None
         self._hear_until(life, seen.after_seq)
@@ -267,9 +267,10 @@ class Chain:
             life.breach("overdue", seen.what, f"by {due_s}", seen.at_s)
 
     def _check_cut(self, life: OwnerLife, seen: wire.Observation) -> None:
-        """Checks that the leader's answer is an update, and no older than the updates read before.
+        """Checks that the leader's answer to "which is the last update?" is possible.
 
-        Before means when the leader was asked: updates read until its answer may be newer.
+        It must be an update, and not an older one than the newest that had been read when the
+        leader was asked. An update that was read since then may be newer.
         """
         if seen.what != "cut" or seen.seq < self._whole_from:
             return

@@ -17,7 +17,7 @@ from diloco.judge.oracle.memory import OracleCredit, PolicyMemory, UpdateId
 
 @dataclass
 class WaitingUpdate:
-    """An announced update that no round has merged; `passed`: rounds do not wait for it."""
+    """An announced update that no round has merged; `passed` if rounds do not wait for it."""
 
     manifest: wire.Manifest
     stream_seq: int
@@ -201,7 +201,7 @@ class OwnerLife:
     def step_share(self) -> float:
         """Returns the outer step's factor: `share` for one learner or `participation`, else 1.
 
-        With centered clipping it grows from six learners on, up to eight.
+        With centered clipping the factor grows from six learners on, up to eight.
         """
         there = len(self.merged_learners())
         part = self.share() if there == 1 or self.settings.outer.participation else 1.0

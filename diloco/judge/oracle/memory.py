@@ -121,7 +121,7 @@ class PolicyMemory:
         }
 
     def took_part(self, norms: Mapping[str, float]) -> None:
-        """Notes the end of a round in which these learners had work, with their norms by step."""
+        """Notes the end of a round: its learners, with their norms per credited step."""
         here = self.waited_for()
         for name, member in self.members.items():
             if name in norms:

@@ -67,7 +67,7 @@ def between_s(earlier_s: float, later_s: float) -> float:
 
 
 def offset(fragment: int, fragments: int, interval: int) -> int:
-    """Returns the step of H at which a fragment is first due: P spread evenly over H steps."""
+    """Returns the step at which a fragment is first due: P fragments share H steps evenly."""
     share = Fraction((fragment + 1) * interval, fragments)
     return math.floor(share) if fragments <= interval else math.ceil(share)
 
@@ -88,8 +88,8 @@ def clock_after(settings: RunSettings, fragment: int, step: int) -> int:
 def pace_s(settings: RunSettings, step_times_s: Sequence[float], steps: int) -> float:
     """Returns the time that the fastest learner needs for `quorum.pace` times `steps` steps.
 
-    It is 0 in lockstep, and while no step time is known. A step time counts as at least half of
-    the median learner's. If learners may lie, the median step time itself is used.
+    The time is 0 in lockstep, and while no step time is known. A step time counts as at least half
+    of the median learner's. If learners may lie, the median step time itself is used.
     """
     told = [value for value in step_times_s if value > 0]
     if settings.sync.mode == "lockstep" or not told:
@@ -135,13 +135,13 @@ def price(size_bytes: int) -> float:
 
 
 def growth(learners: int) -> float:
-    """Returns the factor of the outer step for so many learners, where learners may lie."""
+    """Returns the factor of the outer step for a number of learners, where learners may lie."""
     return float((max(5, min(8, learners)) / 5) ** 0.5)
 
 
 def near(expected: float, found: float) -> bool:
     """True if two floats are equal up to the order of their computation.
 
-    For times since the epoch, up to a tenth of a millisecond.
+    Times since the epoch may differ by up to a tenth of a millisecond.
     """
     return math.isclose(expected, found, rel_tol=1e-13, abs_tol=1e-9)

@@ -5,10 +5,11 @@ Shapes: N elements of a fragment's vector, B blocks, S segments.
 The recorded inputs, coefficients, factors and step sizes must give both digests, bit for bit, and
 each recorded number must be what the rules give, as far as its own rounding allows:
 
-- unit: 2^k, the first weight's power of two, and that of a weight 2^32 units and more;
+- unit: 2^k, the first weight's power of two; a weight of 2^32 units or more begins a new unit;
 - coefficient: u S c for an average, u S / |v| for RDA, with u = w / 2^k, rounded to bfloat16;
 - factor: 2^k / sum w for an average; (sum w S c |v| / sum w) / |sum| for RDA; k is the last;
-- centered clipping: c of `centering.py` times an average's coefficient; the merge before is added;
+- centered clipping: c of `centering.py` times an average's coefficient, and a share of the
+  previous merge is added;
 - the sum: code x (scale x coefficient), exact in float32, added in the order of the record; values
   below 2^-100 count as 0, and the sum so far is divided where the unit rises;
 - the outer step in float32, one rounding an operation;

@@ -29,7 +29,7 @@ class Oracle:
         specification: the tape's first message.
         layout: the run's layout.
         remaker: recomputes versions from their objects; None: only records are judged.
-        positions: positions of earlier epochs' learners; None: those in the specification.
+        positions: data positions of learners in earlier epochs; None: the specification's.
         follow: recompute every decision; as `Chain`.
 
     Attributes:

@@ -1,7 +1,8 @@
 """Shares of the data: the owner of each, and that no batch is merged twice.
 
 A claim counts if, at its place on the tape, its life has begun and not ended, the share is free,
-and all shares of earlier epochs are claimed. An end releases the batches behind its position.
+and all shares of earlier epochs are claimed. The end of a life frees the batches that it has not
+reached.
 """
 
 from collections import defaultdict
@@ -27,7 +28,7 @@ class _ReadShare(NamedTuple):
 
 
 class BatchRange(NamedTuple):
-    """Batches [first, stop) of a share, as a claim states them: they may be any numbers."""
+    """Batches [first, stop) of a share, as a claim states them, unchecked."""
 
     share: int
     first: int
@@ -38,7 +39,7 @@ class Shares:
     """The shares of all learners, and the batches of each share that are merged.
 
     Args:
-        run: gives `data_shares` and `share_batches`, if set; else the first claim does.
+        run: has `data_shares` and `share_batches`; if they are not set, the first claim has them.
     """
 
     def __init__(self, run: RunSection | None = None) -> None:
