@@ -218,7 +218,7 @@ def learning(config: Config) -> Iterator[tuple[Loop, Life]]:
     """The one learner of a run, which leaves it in the end."""
     island = Island(config, "alone")
     member = Member.of(
-        island.params_lying(),
+        island.sharded_params(),
         learner="alone",
         anchor=island.anchor,
         tokens_per_step=island.task.tokens_per_batch,

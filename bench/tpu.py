@@ -66,7 +66,7 @@ def island_of(arguments: argparse.Namespace, topology: str, codec: str) -> Islan
 
 def step_row(island: Island) -> Row:
     """The inner step, which must read and write parameters and optimizer's state."""
-    state = device_bytes(island.params_lying()) + device_bytes(island.state_lying())
+    state = device_bytes(island.sharded_params()) + device_bytes(island.sharded_state())
     with island.context():
         return row("inner step", [CompiledProgram(compile_step(island), 2 * state)], 2 * state)
 

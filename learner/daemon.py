@@ -48,7 +48,7 @@ def serve(config: Config, learner: str) -> None:
             if config.bus.wait_for_run_s:
                 with compiling():
                     program.compile()
-            like, tokens = island.params_lying(), task.tokens_per_batch
+            like, tokens = island.sharded_params(), task.tokens_per_batch
             member = replace(
                 member_of(config, learner, like, island.hint, tokens, None),
                 load_frozen=partial(loaded_frozen, task),

@@ -208,8 +208,8 @@ def compile_step(island: Island) -> jax.stages.Compiled:
     with jax.set_mesh(single()):
         step: Any = island.inner_step()
         numbers = np.int32(0), np.uint32(0), island.key()
-    lying = island.params_lying(), island.state_lying(), island.batch_lying()
-    lowered = step.lower(*lying, *numbers)
+    arguments = island.sharded_params(), island.sharded_state(), island.sharded_batch()
+    lowered = step.lower(*arguments, *numbers)
     try:
         compiled: jax.stages.Compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -237,8 +237,8 @@ def _memory(
     per_host: int,
 ) -> MemoryNeed:
     step = _analysis(compiled)
-    parameters = device_bytes(island.params_lying())
-    optimizer = device_bytes(island.state_lying())
+    parameters = device_bytes(island.sharded_params())
+    optimizer = device_bytes(island.sharded_state())
     views = sum((2 if each.blends else 1) * device_bytes(each.view) for each in fragments)
     on_device = anchor_memory(island.anchor) is None
     # A view that is kept on the host is fetched for the duration of the operation.
@@ -325,7 +325,7 @@ class FragmentShapes:
 
 def fragment_shapes(island: Island) -> list[FragmentShapes]:
     """Returns the shapes of all fragments; call it within the island's context."""
-    leaves = tree.by_name(island.params_lying())
+    leaves = tree.by_name(island.sharded_params())
     return [FragmentShapes(island, each, leaves) for each in island.layout.fragments]
 
 

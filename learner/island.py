@@ -69,7 +69,7 @@ class Island:
         self._compiler_options = hardware.compiler_options
         batch = next(self.task.batches(learner, 0))
         self._placer = BatchPlacer(self.mesh, batch)
-        self._batch_lying = self._placer.lying(batch)
+        self._sharded_batch = self._placer.sharded(batch)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
@@ -107,17 +107,17 @@ class Island:
         init = jax.jit(self.task.optimizer.init, out_shardings=self.state_shardings)
         return init(self.division.trained_of(params))
 
-    def state_lying(self) -> Any:
+    def sharded_state(self) -> Any:
         """Returns the shapes of the inner optimizer's state, with their shardings."""
-        return jax.tree.map(_lying, self.state, self.state_shardings)
+        return jax.tree.map(_with_sharding, self.state, self.state_shardings)
 
-    def params_lying(self) -> Params:
+    def sharded_params(self) -> Params:
         """Returns the shapes of the parameters, with their shardings."""
-        return jax.tree.map(_lying, self.shapes, self.shardings)
+        return jax.tree.map(_with_sharding, self.shapes, self.shardings)
 
-    def batch_lying(self) -> Any:
+    def sharded_batch(self) -> Any:
         """Returns the shapes of a batch, with their shardings."""
-        return self._batch_lying
+        return self._sharded_batch
 
     def feed(self, position: int, holder: Holder | None = None) -> Iterator[Batch]:
         """Yields batches on the mesh from `position` on; this host reads only its rows.
@@ -144,5 +144,5 @@ class Island:
         return map(self._placer.place, rows)
 
 
-def _lying(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+def _with_sharding(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

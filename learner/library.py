@@ -276,7 +276,7 @@ class Learner:
             both = dict.fromkeys([*self._shapes, *found])
             differ = [name for name in both if found.get(name) != self._shapes.get(name)]
             raise ParametersError(
-                "the loop gave `step` other parameters than `params` are: "
+                "the loop gave `step` parameters that differ from `params`: "
                 + "; ".join(
                     f"{name}: {found.get(name, 'none')} given, {self._shapes.get(name, 'none')} "
                     "expected"

@@ -355,7 +355,7 @@ def _figure(what: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         raise TaskError(
-            f"Task.evaluate must return a number, or numbers by name, but {what} is none: "
+            f"Task.evaluate must return a number, or numbers by name, but {what} is not one: "
             f"{short(error)}",
             hint="return means over the held-out data, such as float(jnp.mean(losses))",
         ) from error

@@ -40,10 +40,10 @@ class TaskProgram:
         if self._step is not None:
             return
         island, numbers = self._island, (np.int32(0), np.uint32(0), self._key)
-        lying = island.params_lying(), island.state_lying(), island.batch_lying()
+        arguments = island.sharded_params(), island.sharded_state(), island.sharded_batch()
         with island.context():
             step: Any = island.inner_step()
-            self._step = step.lower(*lying, *numbers).compile()
+            self._step = step.lower(*arguments, *numbers).compile()
 
     def train(self, learner: Learner, speed: float = 1.0) -> None:
         """Trains until the run stops or this learner is asked to leave.
@@ -151,7 +151,7 @@ class GradientWatch:
 
 def _restored(island: Island, learner: Learner) -> tuple[Params, Any, bool]:
     """Returns parameters and optimizer's state, and whether both resume from a checkpoint."""
-    like = island.state_lying()
+    like = island.sharded_state()
     keeps = any(island.division.local)
     if not keeps:
         state = learner.restore(like)

@@ -220,5 +220,5 @@ def _compare_learners(trial: Trial, task: Task, learner: str) -> None:
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=False)
     if all(itertools.starmap(np.array_equal, pairs)):
         trial.warned.append(
-            "two learners of other names draw the same batch: derive it from the name, too"
+            "two learners with different names draw the same batch: derive it from the name, too"
         )

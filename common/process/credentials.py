@@ -134,7 +134,7 @@ def load_credentials(path: Path) -> Credentials | None:
         instance = path.parent.name.partition("@")[2].removesuffix(".service")
         missing = text.removeprefix(NO_FILE).strip().replace("%i", instance)
         raise ConfigError(
-            f"there is no credentials file {missing}, which the unit hands over",
+            f"there is no credentials file {missing}, which the systemd unit should provide",
             hint="make it with diloco auth, bring it there with mode 0600, and start the unit "
             "again: runbooks/credentials.md",
         )

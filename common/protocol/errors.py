@@ -41,9 +41,9 @@ class Exit(IntEnum):
     OVER = 72, "the run has ended, and the timer that asked (--until-end) stops", False
     SUPERSEDED = 73, "another process has joined the run under this learner's name", False
     DAMAGED = 74, "stored bytes are gone, or differ from what was recorded", True
-    PASSING = 75, "a fault that passes: bus or store were away for long, a host was lost", True
+    PASSING = 75, "a transient fault: bus or store unreachable for long, or a host lost", True
     MISMATCH = 76, "the run has other settings or layout, or messages of a newer release", False
-    SHUT_OUT = 77, "the server refuses the credentials: revoked, or not for this", False
+    SHUT_OUT = 77, "the server refuses the credentials: revoked, or without this right", False
     # fmt: on
 
 

@@ -206,7 +206,7 @@ def _parse(data: bytes) -> dict[str, FrozenLeaf]:
         leaves = [FrozenLeaf(**fields) for fields in found]
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise IntegrityError(
-            f"the index of the leaves that are not synchronized is none: {error}"[:300],
+            f"the index of the leaves that are not synchronized is invalid: {error}"[:300],
             hint="was the run created by another release? create it again with this one",
         ) from error
     return {leaf.name: leaf for leaf in leaves}

@@ -247,7 +247,7 @@ def updates_prefix(run: str, learner: str, fragment: int) -> str:
 def shard(
     run: str, learner: str, fragment: int, epoch: int, incarnation: int, seq: int, index: int
 ) -> str:
-    """Returns the object of shard `index` of an update; incarnations are unique within `epoch`."""
+    """Returns the name of shard `index` of an update; incarnations are unique within `epoch`."""
     return f"{shards_prefix(run, learner, fragment, epoch, incarnation, seq)}{index}"
 
 
@@ -274,7 +274,7 @@ def checkpoint_part(host: int, hosts: int) -> str:
 
 
 def learner_checkpoint(run: str, learner: str, local_step: int, digest: str, part: str = "") -> str:
-    """Returns the object of a learner's checkpoint, or of one host's `part`, named by digest."""
+    """Returns the name of a learner's checkpoint, or of one host's `part`; it has the digest."""
     return f"{learner_checkpoints(run, learner)}{part}{local_step:012d}-{digest}"
 
 
@@ -289,7 +289,7 @@ def fragment_prefix(run: str, fragment: int) -> str:
 
 
 def version_object(run: str, fragment: int, version: int, what: str, digest: str) -> str:
-    """Returns the object `what` (delta, view, outer, record) of a version, named by its digest."""
+    """Returns the name of a version's object `what` (delta, view, outer, record), by its digest."""
     return f"{fragment_prefix(run, fragment)}{version:08d}-{what}-{digest}"
 
 
@@ -328,7 +328,7 @@ def checkpoint_prefix(run: str) -> str:
 
 
 def checkpoint_object(run: str, name: str) -> str:
-    """Returns the object of the run's checkpoint `name`, from which the run can be resumed."""
+    """Returns the object name of the run's checkpoint `name`, to resume the run from."""
     return f"{checkpoint_prefix(run)}{name}"
 
 
@@ -338,12 +338,12 @@ def scores_prefix(run: str) -> str:
 
 
 def score_object(run: str, epoch: int, global_step: int, digest: str) -> str:
-    """Returns the object of a score; names sort by epoch and step, and end in a digest."""
+    """Returns the name of a score's object; names sort by epoch and step, and end in a digest."""
     return f"{scores_prefix(run)}{epoch:04d}-{global_step:012d}-{digest}"
 
 
 def positions_object(run: str, epoch: int, digest: str) -> str:
-    """Returns the object with the data positions at an epoch's beginning, named by its digest."""
+    """Returns the name, with a digest, of the object of data positions at an epoch's beginning."""
     return f"{run}/positions/{epoch:04d}-{digest}"
 
 
@@ -353,25 +353,25 @@ def epoch_prefix(run: str) -> str:
 
 
 def epoch_object(run: str, epoch: int) -> str:
-    """Returns the object that reserves an epoch for one tape: no two tapes share object names."""
+    """Returns the name of the object that reserves an epoch for one tape: no two share an epoch."""
     return f"{epoch_prefix(run)}{epoch:04d}"
 
 
 def proof(prefix: str) -> str:
-    """Returns the object that a daemon writes to prove that it may write below `prefix`."""
+    """Returns the name of the object that proves that a daemon may write below `prefix`."""
     return f"{prefix}proof"
 
 
 def layout_object(run: str, digest: str) -> str:
-    """Returns the object that holds the run's layout."""
+    """Returns the name of the object that holds the run's layout."""
     return f"{global_prefix(run)}layout-{digest}"
 
 
 def constants_object(run: str, digest: str) -> str:
-    """Returns the object with the index of the leaves that are not synchronized (`frozen.py`)."""
+    """Returns the name of the index of the leaves that are not synchronized (`frozen.py`)."""
     return f"{global_prefix(run)}constants-{digest}"
 
 
 def tile_object(run: str, digest: str) -> str:
-    """Returns the object of one tile of a leaf that is not synchronized (`frozen.py`)."""
+    """Returns the name of one tile of a leaf that is not synchronized (`frozen.py`)."""
     return f"{global_prefix(run)}tile-{digest}"

@@ -90,7 +90,7 @@ class Reason(StrEnum):
         "shards", "manifest",
         "slices that do not ascend, leave the fragment or are too many; a block in no shard or two",
     )
-    NAME = "name", "manifest", "a shard lies elsewhere"
+    NAME = "name", "manifest", "a shard's name is not one that its update may have"
     SIZE = "size", "manifest", "a shard cannot have that size"
     FUTURE = "future", "manifest", "based on a version that does not exist yet"
     BASE_DIGEST = "base_digest", "manifest", "based on the newest version, but on another view"
@@ -104,7 +104,7 @@ class Reason(StrEnum):
         False,
     )
 
-    MISSING = "missing", "objects", "a shard is not there"
+    MISSING = "missing", "objects", "a shard is missing in the store"
     CHECKSUM = "checksum", "objects", "a shard is not what the manifest says"
     UNREADABLE = (
         "unreadable", "objects", "a shard is no plain object: it is encoded, or a link",

@@ -192,7 +192,7 @@ def unframe(data: bytes) -> HostMessage:
         version, kind = fields.pop("version"), fields.pop("kind")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise WireError(
-            Reason.MALFORMED, f"a host of this learner sends no message: {error}"
+            Reason.MALFORMED, f"a host of this learner sends an invalid message: {error}"
         ) from error
     if version != VERSION or kind not in _KINDS:
         raise WireError(

@@ -96,7 +96,7 @@ def local_part(state: Any) -> dict[str, jax.Array]:
 def local_shapes(like: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of the pieces that `local_part` returns for such shapes and shardings."""
     part: dict[str, jax.ShapeDtypeStruct] = {}
-    for path, bits, sharding in _lying(like, shardings):
+    for path, bits, sharding in _stored_leaves(like, shardings):
         local = sharding.shard_shape(bits.shape)
         for index in sharding.addressable_devices_indices_map(bits.shape).values():
             part[_piece(path, index, bits.shape)] = jax.ShapeDtypeStruct(local, bits.dtype)
@@ -107,7 +107,7 @@ def of_local_part(like: Any, shardings: Any, part: Arrays) -> Any:
     """Returns the state on the devices of all hosts, built from this host's `part`."""
     leaves = []
     for (path, bits, sharding), leaf in zip(
-        _lying(like, shardings), jax.tree.leaves(like), strict=True
+        _stored_leaves(like, shardings), jax.tree.leaves(like), strict=True
     ):
 
         def piece(index: Any, path: Any = path, bits: Any = bits) -> np.ndarray:
@@ -118,7 +118,7 @@ def of_local_part(like: Any, shardings: Any, part: Arrays) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _lying(like: Any, shardings: Any) -> list[tuple[Any, jax.ShapeDtypeStruct, Any]]:
+def _stored_leaves(like: Any, shardings: Any) -> list[tuple[Any, jax.ShapeDtypeStruct, Any]]:
     """Returns path, shape and sharding of each leaf as it is stored."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(like)[0]]
     bits = [shape for _, shape in _shapes(like)]

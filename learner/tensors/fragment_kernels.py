@@ -333,28 +333,28 @@ def _rows(leaf: jax.Array, start: jax.Array, part: _KernelPiece) -> jax.Array:
         return leaf
     rows = jax.lax.dynamic_slice_in_dim(leaf, start, part.shape[0])
     # Sharded as the leaf, or the compiler moves the whole leaf to the blocks' sharding.
-    return _lying(rows, part.lies)
+    return _sharded(rows, part.lies)
 
 
 def _with_rows(
     leaf: jax.Array, start: jax.Array, part: _KernelPiece, values: jax.Array
 ) -> jax.Array:
     """Returns the leaf with a piece's rows replaced by `values`, rounded to the leaf's dtype."""
-    values = _lying(values.astype(leaf.dtype), part.lies)
+    values = _sharded(values.astype(leaf.dtype), part.lies)
     if part.whole:
         return values
-    return _lying(jax.lax.dynamic_update_slice_in_dim(leaf, values, start, axis=0), part.lies)
+    return _sharded(jax.lax.dynamic_update_slice_in_dim(leaf, values, start, axis=0), part.lies)
 
 
 def _in_blocks(values: jax.Array, part: _KernelPiece, block: int) -> jax.Array:
     """Returns a piece's values as blocks; float32 [*G, n, b]."""
-    values = _lying(values.astype(jnp.float32), part.rows)
+    values = _sharded(values.astype(jnp.float32), part.rows)
     if part.kept is not None:
         missing = part.grid[-1] * block - part.kept[-1]
         values = jnp.pad(
             values.reshape(part.kept), [(0, 0)] * (len(part.kept) - 1) + [(0, missing)]
         )
-    return _lying(values.reshape(*part.grid, block), part.blocks)
+    return _sharded(values.reshape(*part.grid, block), part.blocks)
 
 
 def _of_blocks(blocks: jax.Array, part: _KernelPiece) -> jax.Array:
@@ -362,12 +362,12 @@ def _of_blocks(blocks: jax.Array, part: _KernelPiece) -> jax.Array:
     if part.kept is not None:
         rows = blocks.reshape(*part.grid[:-1], -1)
         blocks = rows[..., : part.kept[-1]]
-    return _lying(blocks.reshape(part.shape), part.rows)
+    return _sharded(blocks.reshape(part.shape), part.rows)
 
 
-def _lying(values: jax.Array, sharding: NamedSharding) -> jax.Array:
-    lying: jax.Array = jax.lax.with_sharding_constraint(values, sharding)
-    return lying
+def _sharded(values: jax.Array, sharding: NamedSharding) -> jax.Array:
+    sharded: jax.Array = jax.lax.with_sharding_constraint(values, sharding)
+    return sharded
 
 
 @partial(jax.jit, static_argnames="geometry")

@@ -92,8 +92,8 @@ def constrain(values: jax.Array, *axes: Any) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return values
-    lying: jax.Array = jax.lax.with_sharding_constraint(values, known_spec(*axes))
-    return lying
+    constrained: jax.Array = jax.lax.with_sharding_constraint(values, known_spec(*axes))
+    return constrained
 
 
 def known_spec(*axes: Any) -> PartitionSpec:
@@ -376,7 +376,7 @@ class BatchPlacer:
         spans = [index[0].indices(self._count) for index in indices if index is not None]
         return min(span[0] for span in spans), max(span[1] for span in spans)
 
-    def lying(self, batch: Any) -> Any:
+    def sharded(self, batch: Any) -> Any:
         """Returns the shapes of a whole batch, with the shardings that `place` gives it."""
         if self._mesh.size > 1 and self._cuts == 1:
             return jax.tree.map(

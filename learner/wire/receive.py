@@ -334,8 +334,8 @@ class Receiver:
             loaded = await load(context, fragment)
             if loaded.record_seq < record_seq:
                 raise StaleReadError(
-                    f"record {loaded.record_seq} of fragment {fragment} came for its newest, "
-                    f"but {record_seq} is on the tape"
+                    f"fragment {fragment} was read up to record {loaded.record_seq}, but the tape "
+                    f"has record {record_seq}: a replica lags behind"
                 )
             stays = known == (loaded.record.version, loaded.record.view_digest)
             return loaded, None if stays else await self._spread(loaded)

@@ -65,7 +65,7 @@ def test_a_batch_lies_as_it_is_placed(mesh):
     island = island_of(mesh)
     placed = next(island.feed(0))
     for shape, leaf in zip(
-        jax.tree.leaves(island.batch_lying()), jax.tree.leaves(placed), strict=True
+        jax.tree.leaves(island.sharded_batch()), jax.tree.leaves(placed), strict=True
     ):
         assert (shape.shape, shape.dtype) == (np.shape(leaf), leaf.dtype)
         assert shape.sharding == getattr(leaf, "sharding", None)
@@ -138,7 +138,7 @@ def test_an_inner_step_compiles_for_a_slice_that_is_not_here():
     island = island_of("fsdp=4,tensor=2", tpu_devices("v6e:2x4"))
     with island.context():
         step = compile_step(island)
-    assert step.memory_analysis().argument_size_in_bytes >= device_bytes(island.params_lying())
+    assert step.memory_analysis().argument_size_in_bytes >= device_bytes(island.sharded_params())
 
 
 @compiler

@@ -207,7 +207,7 @@ def test_slices_of_the_held_out_data_have_a_loss_and_metrics_of_their_own():
     [
         ({"en": math.nan}, "the loss nan for the slice 'en', where that of all held-out data is 1"),
         ({"en": {}}, "no loss for the slice 'en', but nothing"),
-        ({"en": {"loss": 1.0, "exact": "yes"}}, "exact for the slice 'en' is none: ValueError"),
+        ({"en": {"loss": 1.0, "exact": "yes"}}, "exact for the slice 'en' is not one: ValueError"),
         (
             {"en": {"loss": 1.0, "top-1": 1.0}},
             "2 figures for the slice 'en', and calls one 'top-1'",

@@ -48,7 +48,7 @@ def as_message(path: Path, content: Any) -> Message:
     """
     kinds = (str, int, float, bytes, str)
     if not isinstance(content, list) or [type(part) for part in content] != list(kinds):
-        raise damaged(path, "holds what is no message")
+        raise damaged(path, "has a frame that holds no message")
     message = Message(*content)
     if not 1 <= message.seq <= GREATEST:
         raise damaged(path, f"has a message of sequence {message.seq}")
@@ -136,7 +136,7 @@ def check_oldest(path: Path, oldest: Any) -> dict[int, int]:
         isinstance(key, str) and key.isdecimal() and len(key) < 5 and is_count(seq)
         for key, seq in oldest.items()
     ):
-        raise damaged(path, "ends with oldest records that are none")
+        raise damaged(path, "has an invalid list of the oldest records at its end")
     return {int(key): seq for key, seq in oldest.items()}
 
 

@@ -216,7 +216,7 @@ def _take_all(bundle: Bundle, frames: Iterator[Frame], *, strict: bool = True) -
         elif isinstance(content, dict) and "messages" in content:
             _check_end(bundle, content, strict=strict)
             if strict and next(frames, None) is not None:
-                raise damaged(bundle.path, "goes on behind its end")
+                raise damaged(bundle.path, "has data after its last frame")
             return True
         else:
             try:

@@ -232,8 +232,8 @@ def stream_went_back(stream: str, start_seq: int, last: int) -> BusError:
 def id_taken(subject: str, seq: int) -> IdTakenError:
     """Returns the error for a message whose id another message of the stream has."""
     return IdTakenError(
-        f"a message for {subject!r} was not stored: sequence {seq} has its id, and is another",
-        hint="look who sent that sequence: a learner that publishes under others' ids is hostile",
+        f"a message for {subject!r} was not stored: another message at sequence {seq} has its id",
+        hint="find its sender: a learner that publishes under others' ids is hostile",
     )
 
 

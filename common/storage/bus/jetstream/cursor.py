@@ -281,7 +281,7 @@ class Cursors:
             await asyncio.sleep(1.0)
         else:
             raise BusError(
-                f"too many read stream {stream!r} with the credentials of reader "
+                f"too many processes read {stream!r} with the credentials of reader "
                 f"{self._own.identity!r}, which are for {self._own.processes} processes",
                 hint="end some, or make a reader for more: diloco auth add-reader --processes",
             )
