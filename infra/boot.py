@@ -3,8 +3,8 @@
 
 It needs no more than Python 3.10 and a service account. The instance's metadata state what to do
 (`Parameters`), and contain no secret: secrets come from Secret Manager into files of mode 0600.
-Programs come in one release from the bucket, and from nowhere else. All steps may be repeated:
-whatever is there already stays. For new secrets, a new configuration or a new release, run it again
+Programs come in one release from the bucket, and from nowhere else. All steps may be repeated: what
+exists already stays. For new secrets, a new configuration or a new release, run this program again
 on a running machine: google_metadata_script_runner startup.
 
 Files on the machine:
@@ -85,7 +85,7 @@ class Boot:
         self._releases = Releases(run, root / "opt")
 
     def boot(self) -> bool:
-        """Takes all steps, in an order in which nothing starts before what it needs.
+        """Takes all steps. Each unit starts after the step that makes the files that it needs.
 
         Waits for another boot in progress, as a person may start one besides the machine's own.
 
@@ -183,7 +183,7 @@ class Boot:
         self._run(["sh", "-c", f"mountpoint -q {folder} || mount {folder}"])
 
     def _own(self) -> None:
-        """Gives a NATS server its key and its folder; the streams in it are its own already."""
+        """Makes NATS the owner of its key and of its folder; it owns the streams inside already."""
         folder = self._at("/var/lib/nats")
         self._run(["chown", "nats:nats", str(folder), str(folder / "jetstream")])
         self._run(["chown", "-R", "nats:nats", str(self._at("/etc/nats/tls"))])

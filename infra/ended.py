@@ -1,7 +1,8 @@
 """Tells by a guest attribute whether this machine's learner has reached the end of its run.
 
-A learner's unit runs this before each start, and when the learner has ended, whose last status says
-why. The keeper reads the attribute. No right is needed, as each machine may write its own.
+A learner's unit runs this program before each start of the learner, and again if the learner's last
+status says that the run has ended. The keeper reads the attribute. The program needs no right, as
+each machine may write its own attributes.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """Texts of the units of a machine of Google Cloud that start before its release.
 
 They answer health checks (`livez.py`), send logs to Cloud Logging (`logs.py`), and on one machine
-of a run they are the keeper of its groups (`keeper.py`). They run this program with the system's
-own Python: infra/terraform/startup.py.tftpl.
+of a run they keep its groups (`keeper.py`). Each unit runs its module with the system's own Python:
+infra/terraform/startup.py.tftpl.
 """
 
 PROGRAM = "/usr/local/lib/diloco"

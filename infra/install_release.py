@@ -168,7 +168,7 @@ def manifest_of(archive: Path) -> ReleaseManifest:
     """Reads the manifest of a release.
 
     Raises:
-        ReleaseRefused: it is no release, or one that this program does not understand.
+        ReleaseRefused: the archive is not a release, or has a format unknown to this program.
     """
     try:
         with tarfile.open(archive, "r|gz") as tar:

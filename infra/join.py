@@ -5,7 +5,8 @@
 `make release` writes this program as one file next to the release. It needs only Python 3.10 and
 its standard library, and fetches nothing. The credentials state who joins, as a learner or an
 aggregator.
-Run it again with a newer release, or other files: whatever is there already stays, and a release
+
+Run the program again with a newer release, or other files: what exists already stays, and a release
 that does not start is replaced by the previous one.
 """
 
@@ -148,11 +149,11 @@ def identity(credentials: Path) -> tuple[str, str]:
 def parse(words: Sequence[str]) -> JoinRequest:
     """Parses the command line."""
     parser = argparse.ArgumentParser(prog="join", description="Have this machine join a run.")
-    parser.add_argument("release", type=Path, help="the archive that make release has made")
+    parser.add_argument("release", type=Path, help="the archive from make release")
     parser.add_argument("--run", type=Path, required=True, help="the run's file")
-    parser.add_argument("--credentials", type=Path, required=True, help="who joins: of diloco auth")
+    parser.add_argument("--credentials", type=Path, required=True, help="the file from diloco auth")
     parser.add_argument("--ca", type=Path, help="certificate of the run's authority: tls/ca.pem")
-    parser.add_argument("--url", help="of NATS, where this machine has another than the run's file")
+    parser.add_argument("--url", help="address of NATS, if not that of the run's file")
     more = "for the daemon's environment, such as DILOCO_METRICS_PORT=9465"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=more)
     given = parser.parse_args(words)

@@ -2,7 +2,7 @@
 
 Google mostly repairs a group of one host by itself. It does not repair a slice of several hosts,
 whose group is in bulk mode, nor flex-start machines: all of them must be deleted and created again.
-So the keeper resizes such a group to 0, waits until it is empty, and resizes it to its hosts, as a
+So the keeper resizes such a group to 0, waits until it is empty, and resizes it to all hosts, as a
 person would; it does the same with a single host that has been lost for a quarter of an hour. The
 group itself, its template and rights stay Terraform's. A learner's machine states by a guest
 attribute that its run has ended (`ended.py`); if all machines of a group do, the group is resized
@@ -87,9 +87,9 @@ class GroupState(NamedTuple):
 def decide(
     wanted: GroupSpec, seen: GroupState, has_ended: bool, lost_s: float
 ) -> tuple[int | None, bool]:
-    """Returns the size to which to resize the group (None: do not), and if its run has ended. Pure.
+    """Returns the group's next size (None: leave it), and whether its run has ended. Pure.
 
-    `lost_s` is for how many seconds machines have been lost.
+    `lost_s` is the number of seconds for which machines have been lost.
     """
     if wanted.hosts == 0:
         return None, False

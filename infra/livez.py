@@ -1,7 +1,7 @@
 """Answers Google's health checks, which ask whether a machine lives.
 
-Its daemon is not asked: it may compile, wait, have failed or ended, and a new machine helps none of
-that.
+The machine's daemon is not asked: whether the daemon compiles, waits, has failed or has ended, a
+new machine would not help it.
 """
 
 from http import HTTPStatus

@@ -1,6 +1,6 @@
 """Sends the journal of this machine's units to Cloud Logging, so that it outlives the machine.
 
-Every few seconds it reads the journal from where it was, in order, and sends each entry at least
+Every few seconds it reads the journal's new entries, in order, and sends each entry at least
 once: the cursor of the last accepted entry is stored, and an entry sent twice has the same id, by
 which Google recognizes it. While nothing can be sent, the journal keeps the entries.
 """
@@ -140,7 +140,8 @@ def _send_halves(google: Google, body: Mapping[str, Any], error: HTTPError) -> N
 def command(cursor: Path = CURSOR) -> list[str]:
     """Returns the command that prints the journal from the stored cursor, or from its beginning.
 
-    It lacks `--follow`, which would ask the kernel for the boot id, hidden from a hardened unit.
+    The command lacks `--follow`, which would ask the kernel for the boot id, hidden from a hardened
+    unit.
     """
     since = [f"--after-cursor={cursor.read_text()}"] if cursor.exists() else []
     return ["journalctl", "--output=json", "--quiet", *since]

@@ -2,11 +2,14 @@
 
     python -m diloco.infra.make_release --kind cpu [--interpreter DIR] [--out build]
 
-Below `diloco/` it contains `manifest.json`, which is first; an interpreter, `python/`, with the
-packages of locks/runtime.lock, of its kind (locks/cuda.lock, tpu.lock), of the user's task
-(locks/task.lock) and this project, with its units; `bin/diloco`, `bin/python` and `bin/nats-
-server`; the locks; and `digests`, a sha256 of each file. It can be unpacked anywhere. The same
-commit, interpreter and packages give the same bytes.
+Its folder `diloco/` contains, with `manifest.json` first:
+  - `python/`, an interpreter with this project and its units, and with the packages of
+    locks/runtime.lock, of the release's kind (locks/cuda.lock or tpu.lock), and of the user's task
+    (locks/task.lock);
+  - `bin/diloco`, `bin/python` and `bin/nats-server`;
+  - the locks, and `digests`, a sha256 of each file.
+
+The archive can be unpacked anywhere. The same commit, interpreter and packages give the same bytes.
 """
 
 import argparse
@@ -81,7 +84,7 @@ def write_join(path: Path) -> None:
 
 
 def brought(folder: Path) -> Path:
-    """Fetches an interpreter with uv, which needs only glibc of the system; returns its folder.
+    """Fetches an interpreter that needs only the system's glibc, with uv; returns its folder.
 
     Raises:
         SystemExit: GitHub cannot be reached.

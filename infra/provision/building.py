@@ -229,14 +229,14 @@ def _memory(
         yield FleetFinding(
             f"{where}: parameters, optimizer and view take {takes / 1e9:.0f} GB of {what}, and "
             f"{of} has {has / 1e9:.0f}: give it more chips, or a mesh that cuts more; "
-            "diloco learner --dry-run says all that it needs"
+            "diloco learner --dry-run shows all that the learner needs"
         )
 
 
 def _disk(
     where: str, learner: FleetLearner, needed: ArrayBytes, config: Config
 ) -> Iterator[FleetFinding]:
-    """Checks the disk for checkpoints: one more than are kept, as it is written before one goes."""
+    """Checks the disk: while a checkpoint is written, it holds one more than are kept."""
     each = needed.state / hosts_of(learner) / GIB
     count = config.learner.checkpoint_keep + 1
     if REST_GIB + count * each > learner.disk_gib:

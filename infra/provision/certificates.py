@@ -55,11 +55,11 @@ def _valid(path: Path, found: x509.Certificate, now: datetime) -> Iterator[Fleet
     until = found.not_valid_after_utc
     if not found.not_valid_before_utc <= now < until:
         yield FleetFinding(
-            f"{path} is good from {found.not_valid_before_utc:%Y-%m-%d} to {until:%Y-%m-%d}: make "
-            "a folder anew with diloco auth init"
+            f"{path} is valid from {found.not_valid_before_utc:%Y-%m-%d} to {until:%Y-%m-%d}: make "
+            "a new folder with diloco auth init"
         )
     elif until < now + timedelta(days=LEAST_DAYS):
-        yield FleetFinding(f"{path} is good until {until:%Y-%m-%d} alone", refused=False)
+        yield FleetFinding(f"{path} is valid only until {until:%Y-%m-%d}", refused=False)
 
 
 def _of_server(

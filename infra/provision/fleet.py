@@ -184,7 +184,7 @@ FilePath = Annotated[str, Field(min_length=1), AfterValidator(_text)]
 
 
 class FleetFinding(NamedTuple):
-    """A fault of a fleet, in a sentence; `refused`: it must be corrected before Terraform runs."""
+    """A fault of a fleet, in a sentence; `refused` if Terraform must not run with this fault."""
 
     sentence: str
     refused: bool = True

@@ -64,7 +64,7 @@ class Series(BaseModel):
 
 
 class Known(BaseModel):
-    """The table; `as_of` is when the pages were read, `regions` has the letters of zones."""
+    """The table; `as_of`: when Google's pages were read; `regions`: letters of zones by region."""
 
     as_of: date
     kinds: dict[str, Accelerator]

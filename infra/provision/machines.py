@@ -34,7 +34,7 @@ def check_machines(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
 
 
 def _fault(machine: str, known: Known) -> tuple[str, bool]:
-    """Returns a machine type's fault ("": none), and if it is certain although the table is old."""
+    """Returns a machine type's fault ("": none), and False if Google may have changed it since."""
     name, _, rest = machine.partition("-")
     series = known.series.get(name)
     if series is None:

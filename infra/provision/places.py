@@ -128,7 +128,7 @@ def _names(fleet: FleetFile) -> Iterator[FleetFinding]:
             yield FleetFinding(f"{name!r} is what the run calls its own: take another name")
     if len(fleet.aggregators) == 1:
         yield FleetFinding(
-            "there is one aggregator: nobody takes over when it is lost", refused=False
+            "there is one aggregator: no other takes over if its machine is lost", refused=False
         )
 
 

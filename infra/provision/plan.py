@@ -1,4 +1,4 @@
-"""Reads a fleet's file, and returns all that is wrong with it and Terraform's variables.
+"""Reads a fleet's file; returns its faults, and the variables of Terraform.
 
 Also computes which machine an aggregator needs, and checks that meshes fit slices.
 """
