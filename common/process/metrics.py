@@ -73,8 +73,8 @@ GLOBAL_STEP = _gauge("learner_global_step", "newest global step known to the lea
 LOSS = _gauge("learner_loss", "training loss, moving average over steps")
 METRIC = _gauge(
     "learner_metric",
-    "what else its loss says, moving average over steps; `held_out_...`: its loop's, on held-out"
-    " data; `mfu`: model FLOPs utilization, where the devices' peak is known",
+    "further scalars of the loss, moving average over steps; `held_out_...`: figures of the loop on"
+    " held-out data; `mfu`: model FLOPs utilization, where the devices' peak is known",
     "metric",
 )
 STEP_TIME = _gauge("learner_step_seconds", "inner step time, moving average")
@@ -93,12 +93,12 @@ CHECKPOINT_FAILURES = _counter(
     "learner_checkpoint_failures_total", "checkpoints that could not be made"
 )
 DELAY = _gauge(
-    "learner_delay_seconds", "from the step that sent an update to the one that had its answer"
+    "learner_delay_seconds", "time from an update's send to the adoption of its answer; mean"
 )
 DELAY_STEPS = _gauge("learner_delay_steps", "likewise, in inner steps; mean of the last updates")
 ADOPTION = _gauge(
     "learner_adoption_seconds",
-    "from a version's record to the step that adopted it: mean and worst of the last versions",
+    "time from a version's record to its adoption: mean and worst of the last versions",
     "of",
 )
 ADOPTION_STEPS = _gauge("learner_adoption_steps", "likewise, in inner steps", "of")
@@ -112,7 +112,7 @@ FRAGMENTS = _gauge("aggregator_fragments", "fragments of the run")
 OWNED = _gauge("aggregator_fragments_owned", "fragments that this aggregator owns")
 REFUSED = _gauge(
     "aggregator_fragments_refused",
-    "fragments that this process serves no more: their stored objects gave it other digests",
+    "fragments that this process no longer serves: it computed other digests from their objects",
 )
 VERSION = _counter("aggregator_versions_total", "versions on the tape", "fragment")
 CLOCK = _gauge("aggregator_global_step", "global step of the newest version", "fragment")
@@ -180,10 +180,10 @@ TAPE_SIZE = _gauge("tape_size_bytes", "size of the tape")
 TAPE_LIMIT = _gauge("tape_limit_bytes", "size limit of the tape; 0: none")
 
 # Of a follower
-FOLLOWED = _gauge("follower_version", "version of the model that it has handed out last")
+FOLLOWED = _gauge("follower_version", "version of the model that the follower has handed out last")
 BEHIND = _gauge(
     "follower_behind_seconds",
-    "age of the newest whole version that it does not have yet; 0: it has it",
+    "age of the newest whole version, if the follower does not have it yet; else 0",
 )
 BEHIND_VERSIONS = _gauge("follower_behind_versions", "likewise, in versions")
 FOLLOWER_DOWN = _counter("follower_downloaded_bytes_total", "bytes read from the store")

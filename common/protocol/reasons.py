@@ -65,13 +65,13 @@ class Reason(StrEnum):
         "it names another run, learner or fragment than its subject", _CREDENTIALS,
     )
     IN_FLIGHT = "in_flight", "no update", "the learner's update before it is not resolved yet"
-    EPOCH = "epoch", "no update", "it is of another tape", _MISMATCH
+    EPOCH = "epoch", "no update", "it belongs to another tape", _MISMATCH
     RATE = (
         "rate", "no update",
         "more, or longer ones, than bounds.max_updates_per_s; an honest learner announces it again",
         _CREDENTIALS,
     )
-    SETTINGS = "settings", "no update", "settings that cannot be changed so"
+    SETTINGS = "settings", "no update", "it changes a setting that no run can change"
 
     UNKNOWN_INCARNATION = (
         "unknown_incarnation", "manifest", "no join of this incarnation came before it",
@@ -91,7 +91,7 @@ class Reason(StrEnum):
         "slices that do not ascend, leave the fragment or are too many; a block in no shard or two",
     )
     NAME = "name", "manifest", "a shard's name is not one that its update may have"
-    SIZE = "size", "manifest", "a shard cannot have that size"
+    SIZE = "size", "manifest", "a shard's size does not fit its codec and blocks"
     FUTURE = "future", "manifest", "based on a version that does not exist yet"
     BASE_DIGEST = "base_digest", "manifest", "based on the newest version, but on another view"
     VIEW = (
@@ -111,11 +111,11 @@ class Reason(StrEnum):
     )
     SLOW = (
         "slow", "objects",
-        "twice reading its shards took longer than a least rate allows, while others' were read",
+        "twice its shards came at less than the least rate allowed, while others' shards were read",
     )
     TRUNCATED = "truncated", "objects", "a shard is shorter than it must be"
-    BAD_MAGIC = "bad_magic", "objects", "a shard's header is not one"
-    CODEC_MISMATCH = "codec_mismatch", "objects", "a shard's header says another codec"
+    BAD_MAGIC = "bad_magic", "objects", "a shard has no valid header"
+    CODEC_MISMATCH = "codec_mismatch", "objects", "a shard's header states another codec"
     BAD_SCALE = "bad_scale", "objects", "a scale that no encoder gives"
     BAD_CODE = "bad_code", "objects", "a code that no encoder gives"
     NON_FINITE = "non_finite", "objects", "a value that is infinite or not a number"

@@ -267,13 +267,13 @@ class AggregatorSection(Section):
     )
     checkpoint_interval_s: NonNegative = Field(
         default=600.0,
-        description="a checkpoint of the run is made once the newest is so old, as after `diloco"
-        " run checkpoint`; 0: only by that command. One that takes long is made more rarely",
+        description="a checkpoint of the run is made once the newest is this old; 0: only `diloco"
+        " run checkpoint` makes one. One that takes long is made more rarely",
     )
     share_expiry_s: NonNegative = Field(
         default=600.0,
-        description="silence after which the life of a learner that holds shares of the data is"
-        " ended, and others get them: what it has not announced by then is lost; 0: never",
+        description="silence after which an aggregator ends the life of a learner that holds shares"
+        " of the data, and others get them; its unannounced work is lost; 0: never",
     )
 
 
@@ -297,7 +297,7 @@ class MetricsSection(Section):
 
     listen: str = Field(
         default="127.0.0.1",
-        description="address to bind; without a password, so keep it private",
+        description="address to bind; the pages ask for no password, so keep it private",
     )
     port: Annotated[int, Field(ge=0, le=65535)] = Field(
         default=0,

@@ -46,7 +46,7 @@ class RunSection(Section):
     seed: int = Field(default=0, description="seeds the first parameters; passed to the task")
     trust: Literal["own", "others"] = Field(
         default="own",
-        description='whose the learners are; `"own"`: merged by `outer.merge`; `"others"`: some may'
+        description='owner of the learners; `"own"`: merged by `outer.merge`; `"others"`: some may'
         " lie (`docs/security.md`): centered clipping at the median learner's pace, a quorum of two"
         " thirds (of three until there is a version), no weight above the others' median",
     )
@@ -57,17 +57,17 @@ class RunSection(Section):
     )
     paused: bool = Field(
         default=False,
-        description="learners wait at their next step boundary: `diloco run pause`, `run continue`",
+        description="true: learners wait at their next step boundary; `diloco run pause` sets it,"
+        " `diloco run continue` unsets it",
     )
 
     data_shares: Annotated[int, Field(ge=0)] = Field(
         default=0,
-        description="shares of one epoch of the data, where learners claim them: one that divides"
-        " it otherwise than this and `share_batches` is refused. 0: as the first claim of any"
-        " learner says",
+        description="number of shares of one epoch of the data, where learners claim shares; a"
+        " learner that divides the epoch otherwise is refused. 0: the first claim decides",
     )
     share_batches: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="batches of one such share; with `data_shares`"
+        default=0, description="batches of one such share; set it together with `data_shares`"
     )
 
     @model_validator(mode="after")
@@ -121,8 +121,8 @@ class SyncSection(Section):
     )
     fragments: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=8,
-        description="P: most fragments; a model with fewer tensors has as many as those fill. With"
-        " more than H several are due at a step",
+        description="P: greatest number of fragments; a small model has as many as its tensors"
+        " fill. If P is more than H, several are due at one step",
     )
     codec: Codec = Field(default="int4", description="codec of updates")
     delta_codec: Codec = Field(default="int4", description="codec of version deltas")
@@ -234,8 +234,8 @@ class OuterSection(Section):
     )
     clip_radius: Annotated[float, Field(gt=0)] = Field(
         default=0.8,
-        description='with `run.trust = "others"`: an update counts in full up to so many times the'
-        " median learner's distance from the merge before, the less the further beyond",
+        description='with `run.trust = "others"`: an update counts in full up to this many times'
+        " the median learner's distance from the previous merge; the further beyond, the less",
     )
     participation: bool = Field(
         default=False,
@@ -273,19 +273,19 @@ class QuorumSection(Section):
     grace_cap_s: NonNegative = Field(default=30.0, description="longest grace window")
     deadline_s: Seconds = Field(
         default=60.0,
-        description="hard deadline: a round ends this long after it opened, with what was announced"
-        " for it; so does the run's end after the stop",
+        description="hard deadline: a round ends this long after it opened, with the updates"
+        " announced by then; likewise the run ends this long after its stop",
     )
     read_timeout_s: Seconds = Field(
         default=60.0,
-        description="longest time after a round's end that the aggregator reads what was announced"
-        " for it; the rest waits for the next round",
+        description="longest time after a round's end for which the aggregator reads the updates"
+        " announced for it; those not read by then wait for the next round",
     )
     pace: NonNegative = Field(
         default=0.9,
-        description="shortest time from one round's close to the next one's opening, in shares of"
-        " the time that the fastest live learner needs for H steps, or half the median one; once"
-        " all have announced no round waits for it; 0: none",
+        description="shortest time from one round's close to the next one's opening, as a multiple"
+        " of the time that the fastest live learner needs for H steps, at least half of the median"
+        " learner's; once all have announced, the round opens at once; 0: no such time",
     )
     liveness_timeout_s: Seconds = Field(
         default=10.0, description="rounds stop waiting for a learner that is silent for this long"
@@ -297,10 +297,11 @@ class LearnerBounds(Section):
 
     max_steps_per_s: NonNegative = Field(
         default=0.0,
-        description="inner steps that it is credited with for each second, whatever others do",
+        description="inner steps that the learner is credited with for each second, whatever the"
+        " others do",
     )
     max_tokens_per_step: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="most tokens of one inner step that it is credited with"
+        default=0, description="most tokens of one inner step that the learner is credited with"
     )
 
 
@@ -325,8 +326,8 @@ class BoundsSection(Section):
     )
     norm_clip: Annotated[float, Field(gt=1)] = Field(
         default=10.0,
-        description="an update whose norm per step exceeds this many medians of the other learners'"
-        " newest is shortened to them, where there are two others",
+        description="an update whose norm per step exceeds this many times the median of the other"
+        " learners' last merged updates is scaled down to that, if there are two others",
     )
     max_updates_per_s: Annotated[float, Field(gt=0)] = Field(
         default=20.0,

@@ -53,8 +53,8 @@ class Shard(NestedRecord):
     """
 
     name: ObjectName = Field(description="name of the object")
-    size_bytes: Positive = Field(description="of the object")
-    crc32c: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(description="of the object")
+    size_bytes: Positive = Field(description="size of the object")
+    crc32c: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(description="its checksum")
     slices: Annotated[Several[Slice], Field(min_length=1, max_length=MAX_SLICES)] = Field(
         description="blocks of the fragment's vector that it holds, in ascending order; 1 to 4096"
     )
@@ -120,8 +120,8 @@ class ObjectRef(NestedRecord):
     """An object that the aggregator stored."""
 
     name: ObjectName = Field(description="name of the object")
-    size_bytes: Positive = Field(description="of the object")
-    crc32c: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(description="of the object")
+    size_bytes: Positive = Field(description="size of the object")
+    crc32c: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(description="its checksum")
 
 
 # An update credited with less than it claims, but not by this factor, may be honest: its machine
@@ -132,12 +132,12 @@ FAR_LESS = 2.0
 class Input(NestedRecord):
     """One merged update, with all that is needed to merge it again."""
 
-    learner: Name = Field(description="whose")
-    incarnation: Positive = Field(description="of which life")
-    seq: Positive = Field(description="the manifest's")
-    stream_seq: Positive = Field(description="of the manifest in the stream")
-    codec: str = Field(description="the manifest's")
-    shards: Several[Shard] = Field(description="the manifest's")
+    learner: Name = Field(description="the learner whose update it is")
+    incarnation: Positive = Field(description="incarnation of the learner")
+    seq: Positive = Field(description="number of the update, from its manifest")
+    stream_seq: Positive = Field(description="stream sequence of its manifest")
+    codec: str = Field(description="as in the manifest")
+    shards: Several[Shard] = Field(description="as in the manifest")
     weight: float = Field(description="weight in the merge: credited tokens² / credited steps")
     staleness: Count = Field(description="version that the round builds on, minus `base_version`")
     discount: float = Field(description="S(staleness)")
@@ -145,10 +145,10 @@ class Input(NestedRecord):
         description="factor that the update was multiplied by to bound its norm; 1: not clipped"
     )
     norm: float = Field(description="L2 norm of the update before clipping")
-    tokens: Positive = Field(description="the manifest's")
-    steps: Positive = Field(description="the manifest's")
-    loss: float = Field(description="the manifest's")
-    final: bool = Field(description="the manifest's")
+    tokens: Positive = Field(description="as in the manifest")
+    steps: Positive = Field(description="as in the manifest")
+    loss: float = Field(description="as in the manifest")
+    final: bool = Field(description="as in the manifest")
     coefficients: bytes = Field(
         description="bfloat16 per segment, little endian: the factor of code × scale in the sum"
     )
@@ -179,12 +179,12 @@ class Input(NestedRecord):
 class Rejected(NestedRecord):
     """One well-formed update that was not merged, and the reason."""
 
-    learner: Name = Field(description="whose")
-    incarnation: Positive = Field(description="of which life")
-    seq: Positive = Field(description="the manifest's")
-    stream_seq: Positive = Field(description="of the manifest in the stream")
-    tokens: Positive = Field(description="the manifest's")
-    steps: Positive = Field(description="the manifest's")
+    learner: Name = Field(description="the learner whose update it is")
+    incarnation: Positive = Field(description="incarnation of the learner")
+    seq: Positive = Field(description="number of the update, from its manifest")
+    stream_seq: Positive = Field(description="stream sequence of its manifest")
+    tokens: Positive = Field(description="as in the manifest")
+    steps: Positive = Field(description="as in the manifest")
     reason: Text = Field(description="a reason of rejection")
     detail: Text = Field(description="a sentence for people")
 
@@ -219,10 +219,10 @@ class Mark(NestedRecord):
     A learner reads here whether its update was answered.
     """
 
-    learner: Name = Field(description="whose")
-    incarnation: Positive = Field(description="of which life")
+    learner: Name = Field(description="the learner")
+    incarnation: Positive = Field(description="incarnation of the learner")
     seq: Count = Field(description="every update up to this one is resolved")
-    stream_seq: Count = Field(description="of that update's manifest in the stream")
+    stream_seq: Count = Field(description="stream sequence of that update's manifest")
 
 
 class MemberState(NestedRecord):
@@ -278,9 +278,9 @@ class Allowance(NestedRecord):
 class Credit(NestedRecord):
     """The steps, tokens and weight credited to an update that no record has answered yet."""
 
-    learner: Name = Field(description="whose")
-    incarnation: Positive = Field(description="of which life")
-    seq: Positive = Field(description="the manifest's")
+    learner: Name = Field(description="the learner whose update it is")
+    incarnation: Positive = Field(description="incarnation of the learner")
+    seq: Positive = Field(description="number of the update, from its manifest")
     steps: Positive = Field(description="credited inner steps, at most those of the manifest")
     tokens: Positive = Field(description="credited tokens, at most those of the manifest")
     weight: float = Field(description="weight in the merge")
