@@ -3,7 +3,7 @@
 import ipaddress
 import math
 import re
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -25,6 +25,7 @@ ZONE = re.compile(r"([a-z]+-[a-z]+[0-9]+)-(ai[0-9])?[a-z]")
 PRIVATE = [ipaddress.IPv4Network(one) for one in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")]
 MULTI_REGIONS = ("US", "EU", "ASIA", "NAM4", "EUR4", "EUR5", "EUR7", "EUR8", "ASIA1")
 MOST_LABELS = 63
+_MOMENT = "%Y-%m-%dT%H:%M:%SZ"
 # The number of chips of each host of a slice of several hosts.
 CHIPS_OF_HOST = 4
 _HINT = "docs/provision.md describes every key"
@@ -70,11 +71,15 @@ def _subnet(text: str) -> str:
     return text
 
 
-def _moment(text: str) -> str:
+def _moment(given: object) -> object:
+    """Returns a time in UTC as text; TOML has times of its own, without quotes."""
+    text = f"{given:{_MOMENT}}" if isinstance(given, datetime) else given
     try:
-        datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ")
+        moment = datetime.strptime(str(text), _MOMENT)
     except ValueError as error:
         raise ValueError("must be a time in UTC, such as 2026-12-24T00:00:00Z") from error
+    if isinstance(given, datetime) and given != moment.replace(tzinfo=UTC):
+        raise ValueError("must be in UTC: its last letter is Z")
     return text
 
 
@@ -319,7 +324,7 @@ class FleetFile(FileSection):
     hourly_checkpoints: bool = False
     paused: bool = False
     keeper: bool = True
-    stop_at: Annotated[str, AfterValidator(_moment)] | None = None
+    stop_at: Annotated[str, BeforeValidator(_moment)] | None = None
     notification_channels: list[Channel] = []
     operators: list[Member] = []
     metrics_port: Annotated[int, Field(ge=1024, le=65535)] = 9464

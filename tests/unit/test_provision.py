@@ -6,6 +6,7 @@ import re
 import shutil
 import tomllib
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -621,6 +622,12 @@ def test_the_costs_are_those_of_every_resource_that_is_made(tmp_path: Path) -> N
     [
         ({"stop_at": "2026-13-24T00:00:00Z"}, "a time in UTC, such as 2026-12-24T00:00:00Z"),
         ({"stop_at": "tomorrow"}, "a time in UTC, such as 2026-12-24T00:00:00Z"),
+        ({"stop_at": 20261224}, "a time in UTC, such as 2026-12-24T00:00:00Z"),
+        (
+            {"stop_at": datetime(2126, 12, 24, tzinfo=timezone(timedelta(hours=1)))},
+            "must be in UTC",
+        ),
+        ({"stop_at": datetime(2126, 12, 24)}, "must be in UTC"),
         ({"stop_at": "2126-12-24T00:00:00Z", "keeper": False}, "needs the keeper"),
         ({"stop_at": "2025-12-24T00:00:00Z"}, "2025-12-24T00:00:00Z is over"),
         ({"notification_channels": ["mail"]}, "projects/my-project/notificationChannels/123"),
@@ -640,6 +647,8 @@ def test_a_stop_and_channels_are_variables(place: Path) -> None:
     found = check(write(place, example() | changed))
     assert found.variables is not None
     assert found.variables.items() >= changed.items()
+    unquoted = changed | {"stop_at": datetime(2126, 12, 24, tzinfo=UTC)}
+    assert check(write(place, example() | unquoted)).variables == found.variables
     assert "stop_at" not in (check(write(place, example())).variables or {})
 
 
