@@ -72,7 +72,7 @@ class Background:
         self._arrived.put(Arrived(event, payload))
 
     def fail(self, error: BaseException) -> None:
-        """Ends this life with `error`, at the training loop's next check; from any thread."""
+        """Ends this life with `error` at the loop's next check; may be called from any thread."""
         self._failed = error
         self._arrived.put(error)
 
@@ -195,7 +195,7 @@ class Context(RunContext):
 
 
 class Preparation:
-    """An attempt to bring a change onto the other hosts' devices; done at once without any."""
+    """An attempt to bring a change onto the other hosts' devices; if there are none, it is done."""
 
     async def ready(self) -> None:
         """Waits until all other hosts have the change.
@@ -227,7 +227,7 @@ class Alone:
         """Sends a `hosts.messages` message to the others; may be called from any thread."""
 
     def write(self, message: Any) -> None:
-        """Sends a message to all other hosts; on the event loop."""
+        """Sends a message to all other hosts; must be called on the event loop."""
 
     def tell(self, boundary: Boundary) -> None:
         """Sends a boundary to the other hosts; may be called from any thread."""
@@ -236,7 +236,7 @@ class Alone:
         """Tells the other hosts the error that ends this life; may be called from any thread."""
 
     def prepare(self, _change: Change) -> Preparation:
-        """Asks the other hosts to bring a change onto their devices; on the event loop."""
+        """Asks the other hosts to fetch a change; must be called on the event loop."""
         return Preparation()
 
     async def stored(self, _fragment: int, _seq: int) -> tuple[wire.Shard, ...]:

@@ -44,7 +44,7 @@ def serve(config: Config, learner: str) -> None:
             probes.health.begin_phase("building the task")
             island = Island(config, learner)
             program, task = TaskProgram(island), island.task
-            compiling = partial(programs.compiling, _equal(config, learner))
+            compiling = partial(programs.compiling, _programs_key(config, learner))
             if config.bus.wait_for_run_s:
                 with compiling():
                     program.compile()
@@ -73,8 +73,8 @@ def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str)
     tell(probes.manager, READY="1", STATUS=f"left: {why}")
 
 
-def _equal(config: Config, learner: str) -> str | None:
-    """Returns a string that is equal for learners with the same programs.
+def _programs_key(config: Config, learner: str) -> str | None:
+    """Returns a string that learners with the same programs have in common.
 
     None for a learner of several hosts: they would wait for each other's turn inside collectives.
     """

@@ -95,7 +95,7 @@ class Learner:
         return self._synchronizer.position
 
     def viewed(self) -> Iterator[dict[str, Any]]:
-        """Yields the adopted global parameters, by name, a fragment at a time; on all hosts."""
+        """Yields the adopted global parameters by fragment, by name; to be called on all hosts."""
         return self._synchronizer.replica.viewed()
 
     def settle(self, params: Params) -> None:
@@ -223,7 +223,7 @@ class Learner:
         self._synchronizer.meter.show(named)
 
     def leave(self) -> None:
-        """Asks this learner to leave the run, on all its hosts; `done` follows. From any thread."""
+        """Asks this learner, on all hosts, to leave; `done` follows. Callable from any thread."""
         self._asked.set()
 
     def finish(self) -> None:

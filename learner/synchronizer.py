@@ -279,7 +279,7 @@ HOLD_S = 0.05
 
 
 class Inbox(Protocol):
-    """The source of events."""
+    """The source of a planner's events."""
 
     def events(self, wait_s: float = 0.0) -> list[Arrived]:
         """Works as `Background.events`."""

@@ -3,7 +3,7 @@
 *Live*: the main loop has turned within a time longer than any of its work takes, or has not begun
 yet, as a start may take long. A daemon that is not live needs a restart. *Ready*: the daemon does
 its work; if not, `why` has sentences. A daemon that waits for NATS or the store is live and ready,
-as it goes on by itself.
+as it needs no help to continue.
 
 systemd gets READY=1 once the daemon works, STATUS with what it does, and WATCHDOG=1. During the
 start a thread reports its phase and asks for more time as long as the start progresses; a start

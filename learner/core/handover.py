@@ -22,8 +22,8 @@ class Boundary(NamedTuple):
 
     Attributes:
         effects: the effects to carry out, in order.
-        then: what comes before the next boundary: a "step", nothing ("hold"), or no boundary
-            follows ("end").
+        then: "step": a step comes before the next boundary; "hold": no step does; "end": no
+            boundary follows.
         global_step: the run's clock for that step.
         state: the learner's state, as its heartbeat reports it.
         checkpoint: whether to make a checkpoint at this boundary.

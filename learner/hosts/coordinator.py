@@ -209,7 +209,7 @@ class Coordinator(Alone):
         self.say(ending_of(error))
 
     def write(self, message: HostMessage) -> None:
-        """Sends a message to all workers; on the loop."""
+        """Sends a message to all workers; must be called on the event loop."""
         data = frame(message)
         for connection in self._connections.values():
             connection.writer.write(data)

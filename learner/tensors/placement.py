@@ -267,7 +267,7 @@ _NO_SCALES = np.zeros(0, code_dtype("bfloat16"))
 
 @functools.lru_cache(maxsize=1024)
 def _of_axes(sharding: jax.sharding.NamedSharding, axes: int) -> jax.sharding.NamedSharding:
-    """Returns the sharding of blocks for arrays with more axes behind the grid's, or with fewer."""
+    """Returns a sharding of blocks, cut to the first `axes` axes, or extended by unsharded ones."""
     spec = jax.sharding.PartitionSpec(*(*sharding.spec, *(None,) * axes)[:axes])
     return jax.sharding.NamedSharding(sharding.mesh, spec)
 

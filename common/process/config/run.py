@@ -495,7 +495,7 @@ _AVERAGED_BOUNDS = {"norm_clip": 1e30}
 
 
 def settings_of(settings: RunSettings, layout: Layout, fragment: int) -> RunSettings:
-    """Returns the settings by which a fragment is synchronized: the run's, or averaged state's."""
+    """Returns the settings by which a fragment is synchronized; averaged state has its own."""
     return averaged_settings(settings) if layout.fragments[fragment].averaged else settings
 
 
@@ -512,5 +512,5 @@ def averaged_settings(settings: RunSettings) -> RunSettings:
 
 
 def sync_of(sync: SyncSection, fragment: Fragment) -> SyncSection:
-    """Returns the section `sync` that applies to a fragment: the run's, or averaged state's."""
+    """Returns the section `sync` that applies to a fragment; averaged state has its own."""
     return sync.model_copy(update=_AVERAGED_SYNC) if fragment.averaged else sync

@@ -190,7 +190,7 @@ class Rejected(NestedRecord):
 
 
 class Observation(NestedRecord):
-    """An input of the fragment's state machine that is not on the tape, in order of arrival."""
+    """An input of the fragment's state machine that no message of the tape contains."""
 
     what: str = Field(
         description="on an update: `fetched`, `failed`, `broke` (adding it to the sum failed); on a"

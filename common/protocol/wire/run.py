@@ -37,7 +37,7 @@ class DataPosition(NestedRecord):
 class Positions(Body):
     """The learners' data positions, where a specification has no room for all of them.
 
-    The body of the object `{run}/positions/{epoch}-{digest}`, on no stream. At most 64 MiB.
+    It is stored as the object `{run}/positions/{epoch}-{digest}`, on no stream; at most 64 MiB.
     """
 
     kind: ClassVar[str] = "positions"
@@ -217,7 +217,7 @@ class Checkpoint(Body):
 class CheckpointFile(Body):
     """The state from which a new epoch begins, that is, with which a run is resumed on a new tape.
 
-    The body of the object `{run}/checkpoint/{name}`, on no stream. At most 64 MiB.
+    It is stored as the object `{run}/checkpoint/{name}`, on no stream; at most 64 MiB.
     """
 
     kind: ClassVar[str] = "checkpoint_file"
@@ -285,7 +285,7 @@ class Lease(Body):
 class Score(Body):
     """The loss of a global view on held-out data.
 
-    The body of an object `{run}/score/...`, on no stream, stored by `diloco evaluate` and `diloco
+    It is stored as an object `{run}/score/...`, on no stream, by `diloco evaluate` and `diloco
     local` for `diloco report`. Nothing in the run depends on it.
     """
 
