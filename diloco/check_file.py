@@ -31,20 +31,20 @@ def check(
         ),
     ],
     learner: Annotated[
-        str, typer.Option("--learner", help="a task with the options of this one", metavar="NAME")
+        str, typer.Option("--learner", help="learner whose options the task gets", metavar="NAME")
     ] = "a",
     steps: Annotated[
-        int, typer.Option("--steps", help="steps of a task to take; 0: none is built", min=0)
+        int, typer.Option("--steps", help="steps of the task to take; 0: do not build it", min=0)
     ] = 8,
 ) -> int:
     """Check a file: of a run, of a fleet, a task, or prepared data.
 
     Reports all faults at once. For a run: unknown keys, values out of range, settings known to
     train badly, a mesh that does not fit the model, and a task that fails in a few steps on the CPU
-    (if this machine has the memory). For a fleet: faults in the files
-    that it names, and names that are missing from a dated table of Google Cloud's zones and
-    machines, which are warnings. For prepared data: shards without the right digest. Needs no bus
-    and no store. The exit status is 1 if something is refused, 74 if data is damaged.
+    (if this machine has the memory). For a fleet: faults in the files that it names; and, as
+    warnings, names that are missing from a dated table of Google Cloud's zones and machines.
+    For prepared data: shards without the right digest. Needs no bus and no store. The exit status
+    is 1 if something is refused, 74 if data is damaged.
     """
     path = Path(file)
     if "://" in file or (path.is_dir() and not (path / "run.toml").exists()):

@@ -31,7 +31,7 @@ from diloco.show.trackers.command import app as trackers
 
 
 class Program(Parted):
-    """Every command, in the order of the help."""
+    """The program's commands, in the order of the help."""
 
     parts = {  # noqa: RUF012 - declared there
         "A day": (

@@ -201,8 +201,14 @@ def _hint(network: Network, averaged: Patterns) -> Hint:
     return hint
 
 
-class _Moved(NamedTuple):
-    """An optimizer's name, or None for AdamW; the run's length; AdamW's peak rate."""
+class _OptimizerChoice(NamedTuple):
+    """The optimizer of a task.
+
+    Attributes:
+        optimizer: "module:function" that builds it; None for AdamW with warm-up and cosine decay.
+        steps: the run's length in inner steps.
+        peak: AdamW's greatest learning rate.
+    """
 
     optimizer: str | None
     steps: int
@@ -215,9 +221,9 @@ def _around(
     read: GrainData,
     averaged: Patterns,
     units: int,
-    moved: _Moved,
+    choice: _OptimizerChoice,
 ) -> Task:
-    """The task of a network and its data; `units` of work in a batch."""
+    """Returns the task of a network and its data; a batch counts as `units` tokens."""
     hint = _hint(network, averaged)
     return Task(
         init=network.init,
@@ -227,10 +233,10 @@ def _around(
         shared=read.shared,
         evaluate=_evaluate(network, sides.held_out),
         tokens_per_batch=units,
-        optimizer=function_of(moved.optimizer)(moved.steps)
-        if moved.optimizer
+        optimizer=function_of(choice.optimizer)(choice.steps)
+        if choice.optimizer
         else adamw(hint=hint),
-        schedule=None if moved.optimizer else warmup_cosine(steps=moved.steps, peak=moved.peak),
+        schedule=None if choice.optimizer else warmup_cosine(steps=choice.steps, peak=choice.peak),
         hint=hint,
     )
 
@@ -327,8 +333,8 @@ def task_of(library: str, opened: Callable[[Opening], Network], logits: Logits) 
         chosen = Chosen(trained, frozen)
         network = opened(Opening(function_of(module), seed, chosen, measured, sides.held_out[0]))
         read = GrainData(sides.train, batch=batch, seed=seed, shares=shares, workers=workers)
-        moved = _Moved(optimizer, steps, learning_rate)
-        task = _around(network, sides, read, averaged, batch * (1 if own else length), moved)
+        choice = _OptimizerChoice(optimizer, steps, learning_rate)
+        task = _around(network, sides, read, averaged, batch * (1 if own else length), choice)
         loaded = network.load_frozen if load else None
         return dataclasses.replace(task, accumulate=accumulate, load_frozen=loaded)
 

@@ -38,7 +38,7 @@ from diloco.run.watch import Watch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preview:
-    """The effect of a change of settings, in sentences; empty if it would change nothing."""
+    """The effect of a change of settings, as sentences; all are empty if nothing would change."""
 
     changed: list[str]
     rates: list[str]

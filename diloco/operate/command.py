@@ -30,7 +30,7 @@ Yes = Annotated[bool, typer.Option("--yes", help="skip the confirmation")]
 
 @dataclass(frozen=True, kw_only=True)
 class TimerOptions:
-    """The options that the work of a systemd timer has besides its own."""
+    """Further options of commands that a systemd timer runs."""
 
     wait_s: Annotated[
         float,
@@ -89,7 +89,7 @@ def run_create(
 def run_show(
     run: shared.RunOrTape,
     created: Annotated[
-        bool, typer.Option("--created", help="as the run was created, before all changes")
+        bool, typer.Option("--created", help="the settings with which the run was created")
     ] = False,
     json: shared.Json = False,
 ) -> None:
@@ -199,12 +199,14 @@ def run_delete(
     run: shared.Run,
     yes: Yes = False,
     going_on: Annotated[
-        bool, typer.Option("--going-on", help="also a run that has not ended")
+        bool, typer.Option("--going-on", help="remove also a run that has not ended")
     ] = False,
     bundle: Annotated[
         Path | None,
         typer.Option(
-            "--bundle", help="only if this bundle is whole: it is read back first", metavar="FILE"
+            "--bundle",
+            help="remove only if this bundle is complete; reads it back first",
+            metavar="FILE",
         ),
     ] = None,
 ) -> None:

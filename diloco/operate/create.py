@@ -81,13 +81,13 @@ def create_from(config: Config, source: Path | None, *, tasked: bool = True) -> 
         assert task.files is not None
         loaded = loaded_frozen(task)
         leaves = {**task.files.read(folder), **loaded}
-        run_to_end(_create(config, layout, _lying(task, leaves), loaded))
+        run_to_end(_create(config, layout, _lazy_params(task, leaves), loaded))
         return layout
     loaded = loaded_frozen(task)
     params = _beginning(task, settings.run.seed, bare=bool(loaded) and source is None)
     if source is not None:
         params = load_safetensors(source, params)
-    params = _lying(task, {**tree.by_name(params), **loaded})
+    params = _lazy_params(task, {**tree.by_name(params), **loaded})
     run_to_end(_create(config, layout, params, loaded))
     return layout
 
@@ -121,8 +121,8 @@ def _folder(task: Task, source: Path | None) -> Path | None:
     return source
 
 
-def _lying(task: Task, leaves: Mapping[str, Any]) -> Params:
-    """Returns the task's tree, with leaves that are read only when sliced."""
+def _lazy_params(task: Task, leaves: Mapping[str, Any]) -> Params:
+    """Returns the task's tree with these leaves, which may be read only when they are sliced."""
     return tree.from_names(task.shapes, dict(leaves))
 
 

@@ -42,7 +42,7 @@ class Belongings:
         size = sum(info.size_bytes for info in self.objects)
         state = "has ended" if self.ended else "has NOT ended"
         return [
-            f"run {self.run} {state}; of it there are",
+            f"run {self.run} {state}; it has",
             *(
                 f"  stream {name}, {human_bytes(held)}, on {bus}"
                 for name, held in self.streams.items()

@@ -146,15 +146,17 @@ class Plan:
     """The forecast of a run: rates, waits, bytes and needs of its aggregators.
 
     Attributes:
-        cores: of all aggregators, busy for half of the time; `memory_bytes` is their least memory.
+        cores: cores of all aggregators, if these are to be busy half of the time; `memory_bytes`
+            is the least memory of all aggregators.
         busy_cores: cores that are busy on average in the simulated rounds.
         retained_bytes: bytes in the store after garbage collection.
         aggregator_gbit: Gbit/s of the aggregators' links, each way, for a version of every fragment
-            in H steps; snapshots included.
-        close_s: from a round's close to its record, once its updates are read.
+            in H steps, with snapshots.
+        close_s: seconds from a round's close to its record, once its updates are read.
         interval_s: time between two versions of a fragment; `participants` counts updates in one.
-        wait_s: mean and worst wait of an update for its round; `adoption_s` those of a version for
-            its learners; `fastest_s` is a step's time of the fastest learner.
+        wait_s: mean and worst time from an update's announcement to the close of its round.
+        adoption_s: mean and worst time from a version's record to its adoption by a learner.
+        fastest_s: time of a step of the fastest learner.
         late_share: share of the updates that missed the round for which they were sent.
         kept: share of the trained tokens that was not lost with learners that died.
     """
@@ -320,7 +322,7 @@ def _rounds(learners: int, updates: int) -> int:
 
 
 def _horizon_s(fleet: Fleet, rounds_s: float) -> float:
-    """Returns a horizon with enough failures, and at least that of the rounds."""
+    """Returns a time with enough failures, and at least `rounds_s`; both in seconds."""
     if fleet.outages is None:
         return rounds_s
     return max(rounds_s, FAILURES * fleet.outages.mtbi_s / fleet.chips)

@@ -38,8 +38,8 @@ class Outages:
         checkpoint_every_s: training time between two checkpoints of a rigid job; 0: a restart
             loses nothing but the step in progress.
         spares: a spare slice replaces a failed one in a rigid job at once.
-        merge_s: failures within this time count as one, at its end: a simulation in steps,
-            which draws once a step whether anything fails; 0: each failure counts.
+        merge_s: failures within this time count as one failure, at its end, as in a simulation
+            that draws once a step whether a chip fails; 0: each failure counts.
         spread: distribution of a slice's return about its mean: exponential, uniform from half to
             one and a half of it, or fixed.
     """
@@ -80,7 +80,7 @@ class Trace:
 
     @property
     def uptime(self) -> float:
-        """Share of the time in which it trained."""
+        """Share of the time in which the job trained."""
         return float(self._lengths_s[self.shares > 0].sum() / self.horizon_s)
 
     @property

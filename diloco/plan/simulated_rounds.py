@@ -317,7 +317,8 @@ class _Learner:
     Attributes:
         state: its core's state; None while it is dead.
         unannounced: tokens of the update that is being uploaded.
-        opened: the version of a round that it was told of, until its next step boundary.
+        opened: the version of an open round of which the learner was told, until its next step
+            boundary.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ def _systems(fleet: Fleet, made: Plan, tokens: int) -> Table:
     if fleet.stops_whole:
         table.caption = (
             "a learner of several slices stops while one is out, and starts again; --elastic plans"
-            " for learners that go on without it, which this release has not"
+            " for learners that go on without it, which this release does not have"
         )
     return table
 

@@ -43,11 +43,12 @@ class RoundTraffic:
     """Bytes and objects of one round of every fragment, which is the traffic of H steps.
 
     Attributes:
-        elements: parameters with padding, of all fragments; `largest` is the largest fragment's.
-        fragments: P.
+        elements: padded parameters of all fragments; `largest`: those of the largest fragment.
+        fragments: the number of fragments, P.
         update_bytes: bytes of one learner's updates; `update_objects` counts their shards, and
             `update_gets` the requests that read them.
-        delta_bytes: bytes of the versions' deltas, one object a fragment; `delta_gets` likewise.
+        delta_bytes: bytes of the versions' deltas, one object a fragment; `delta_gets` counts the
+            requests that read them.
         snapshot_bytes: bytes of the views and outer states, two objects a fragment every
             `snapshot_interval_versions` versions.
         resident_bytes: bytes of the aggregator's arrays.

@@ -1,4 +1,4 @@
-"""Virtual time for the two cores alone: a queue of calls, and fragments whose machines run by it.
+"""Virtual time for the two cores: a queue of future calls, and the fragments' state machines.
 
 The user of a timeline defines updates and versions, and the time of reading and making them:
 `diloco/plan/simulated_rounds.py` counts them, `bench/emulate.py` merges tensors. Pure. A timeline
@@ -70,7 +70,7 @@ class Timeline:
 
 
 class VirtualFragment:
-    """The aggregator of one fragment: a machine that gets events at their virtual times.
+    """The aggregator of one fragment: a state machine that gets events at their virtual times.
 
     Attributes:
         state: the machine's state.
@@ -89,7 +89,7 @@ class VirtualFragment:
         self._shards = _shards(rules)
 
     def perform(self, effect: Effect) -> None:
-        """Performs an effect of the machine, which learns the result by `decide`."""
+        """Performs an effect of the machine; `decide` then gives the result to the machine."""
         raise NotImplementedError
 
     def decide(self, event: events.Event) -> None:
@@ -118,7 +118,7 @@ class VirtualFragment:
         self.decide(events.Announced(self.timeline.now_s, self.newest_seq, manifest))
 
     def made(self, digest: str) -> None:
-        """Tells the machine that its version is made, and then the events that came meanwhile."""
+        """Gives the machine the event that its version is made, then events that came meanwhile."""
         self.decide(events.Made(self.timeline.now_s, digest))
         while self._held and self.state.phase != "closing":
             self.decide(self._held.popleft())

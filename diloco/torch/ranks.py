@@ -1,8 +1,8 @@
 """A module over several processes: each rank is a host of one learner (ADR 21), with its shards.
 
-FSDP2 gives a rank a part of each parameter (DTensor), DDP the whole. JAX has a CPU device for each
-rank, in the same mesh, and arrays sharded as the parameters are. So each rank reads, encodes,
-uploads and fetches its own part, as rank 0 plans, which alone speaks to the run.
+FSDP2 gives a rank a part of each parameter (DTensor), DDP the whole parameter. JAX has a CPU device
+for each rank, in the same mesh, and arrays sharded as the parameters are. So each rank reads,
+encodes, uploads and fetches its own part. Rank 0 plans this, and alone talks to the run.
 """
 
 import socket

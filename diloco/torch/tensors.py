@@ -24,7 +24,7 @@ _DTYPES = {
 class ModuleTensors:
     """The parameters of a module that require gradients, by their names in the module.
 
-    They are copied from and to CUDA on a stream of their own.
+    The parameters are copied from and to CUDA on a stream of their own.
 
     Raises:
         ConfigError: a parameter has a dtype that is not synchronized.

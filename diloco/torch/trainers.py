@@ -21,7 +21,7 @@ from diloco.torch import TorchLearner, join
 
 
 class TrainerLoop:
-    """A trainer's membership in a run, from the begin of one training to its end.
+    """A trainer's membership in a run, from the beginning of one training to its end.
 
     Args:
         file: the run's TOML file.
@@ -155,7 +155,7 @@ class TrainerLoop:
             if self.trains and not self._shown:
                 raise ConfigError(
                     "the trainer has evaluated this learner's own parameters, not what all share",
-                    hint="give DilocoCallback as the last callback, behind who asks to evaluate",
+                    hint="give DilocoCallback as the last callback, after the one that evaluates",
                 )
 
     def end(self, *, keep: bool = False) -> None:

@@ -43,7 +43,7 @@ class TensorLearner:
 
     @property
     def global_step(self) -> int:
-        """The run's global step at the next step; schedules of learning rates follow it."""
+        """The run's clock at this learner's next inner step, for learning-rate schedules."""
         return self._learner.global_step
 
     @property

@@ -105,7 +105,9 @@ def auth_add_reader(
     name: NameArgument,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", help="that may use them at once [default: 4]", min=1, max=1000),
+        typer.Option(
+            "--processes", help="processes that may use them at once [default: 4]", min=1, max=1000
+        ),
     ] = None,
 ) -> None:
     """Create credentials that read the run and publish nothing: followers, page, report, track."""

@@ -21,7 +21,7 @@ class WatchOptions:
         typer.Option(help="least severity to report", metavar="warning|error"),
     ] = "warning"
     every_s: Annotated[
-        float, typer.Option("--every", help="time between two looks", min=0.1, metavar="SECONDS")
+        float, typer.Option("--every", help="time between two checks", min=0.1, metavar="SECONDS")
     ] = 10.0
     hold_s: Annotated[
         float,

@@ -229,8 +229,8 @@ def figures(shown: Shown) -> Sections:
         )
     if measured := summary.metrics(shown):
         note = (
-            "What losses say beside themselves: moving averages, as the newest heartbeats have "
-            "them. Global model: on held-out data, the newest."
+            "Metrics that losses report besides the loss: moving averages, from the newest "
+            "heartbeats. Global model: the newest, on held-out data."
         )
         parts["metrics"] = section("metrics", "Metrics", note, table=measured)
     if shown.series.refused:

@@ -32,7 +32,9 @@ def track(
     offline: Annotated[
         bool, typer.Option("--offline", help="with --wandb: keep it in ./wandb, for `wandb sync`")
     ] = False,
-    once: Annotated[bool, typer.Option("--once", help="what is there now, then exit")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="pass on the present figures, then exit")
+    ] = False,
 ) -> None:
     """Show a run in TensorBoard or Weights & Biases.
 

@@ -1,7 +1,7 @@
 """Follows a run and passes its figures to trackers; reads the bus and the store only.
 
-Every figure is at the run's global step. A learner's messages do not carry it: their step is that
-of the newest record before them.
+Every figure is at the run's global step. A learner's messages do not state it: their figures get
+the step of the newest record before them.
 """
 
 import asyncio
