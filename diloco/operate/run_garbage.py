@@ -41,7 +41,7 @@ KINDS = ("shard", "delta", "view", "outer", "record", "checkpoint")
 
 @dataclass
 class GarbageFound:
-    """The garbage of a run; `messages` counts those that `trims` remove from the tape."""
+    """The garbage of a run; `messages` counts the messages that `trims` remove from the tape."""
 
     trims: list[Trim] = field(default_factory=list)
     objects: list[GarbageObject] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 Pure, and the same for the same seed. `diloco/plan/outages.py` simulates when jobs train,
 `diloco/plan/simulated_rounds.py` the rounds of their updates, `diloco/plan/traffic.py` computes
-bytes and needs; docs/plan.md lists what all of it leaves out.
+bytes and needs; docs/plan.md lists what the forecast leaves out.
 """
 
 import math

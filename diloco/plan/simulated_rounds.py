@@ -196,7 +196,7 @@ class _PlannedOwner(VirtualFragment):
 
     Attributes:
         found: the results of the rounds so far.
-        trained: tokens of lives that are over; `sent` those of them that were not lost.
+        trained: tokens of lives that are over; `sent`: the tokens among them that were not lost.
     """
 
     def __init__(

@@ -243,7 +243,7 @@ async def read_leases(context: RunContext) -> tuple[dict[int, wire.Lease], list[
 
 
 async def _standing(bus: Bus, run: str) -> AsyncIterator[Message]:
-    """Yields the keys of a bucket of leases; those that expire meanwhile may be missing."""
+    """Yields the newest message of each key of a bucket of leases, unless it expires meanwhile."""
     stream, subjects = names.leases_stream(run), names.leases_subjects(run)
     # Not the stream's last sequence: that key may have expired, and the wait for it would not end.
     last = await bus.last(stream, subjects[0])

@@ -85,7 +85,8 @@ def give_order(
         accumulated: batches in a step.
         position: as of `LearnerOrder`.
         batches: batches in an epoch; None: all that the loader has.
-        trained: steps by the trainer's own count; it skips those in the epoch where it begins.
+        trained: steps done by the trainer's own count; the trainer skips the steps already
+            done in the epoch where it resumes.
         seed: as of `LearnerOrder`.
 
     Raises:

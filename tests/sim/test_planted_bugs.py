@@ -71,7 +71,7 @@ def merged_again_out_of_order():
 
 
 def redelivery_merged_again():
-    """The machine looks for an update among those that wait, and forgets those it has resolved."""
+    """An aggregator's core knows only the updates that wait, and forgets the resolved ones."""
 
     def is_known(state: State, update: UpdateId) -> bool:
         return update in state.pending
@@ -152,7 +152,7 @@ def full_disk_forgotten():
 
 
 def checksum_unchecked():
-    """A shard is taken as it comes, whatever its manifest says."""
+    """A shard is merged without comparing its bytes with the checksum in the manifest."""
 
     def read(store, codec, entry, count, block):
         data = store.get(entry.name, entry.size_bytes)
@@ -167,7 +167,7 @@ def shut_out_and_merged():
 
 
 def shut_out_for_ever():
-    """A release is read, and changes nothing."""
+    """A message that releases a quarantined learner has no effect."""
     handle = machine._HANDLERS[events.Quarantined]
 
     def deaf(rules, state, event):
@@ -177,7 +177,7 @@ def shut_out_for_ever():
 
 
 def collected_by_command():
-    """`diloco gc` takes shards that are announced and not merged yet."""
+    """`diloco run gc` removes shards that are announced and not merged yet."""
 
     def fleet(lives, _pending):
         newest = dict.fromkeys(lives, wire.GREATEST)
@@ -187,7 +187,7 @@ def collected_by_command():
 
 
 def shards_of_others():
-    """Nobody looks where the shards of an update lie, or how long they are."""
+    """An aggregator does not check where an update's shards lie, or how long they are."""
     return mock.patch("diloco.aggregator.core.admission._wrong_shards", return_value=None)
 
 
@@ -216,7 +216,7 @@ def epoch_of_records_unchecked():
 
 
 def epoch_of_manifests_unchecked():
-    """An update of an earlier tape is taken for one of this."""
+    """An update of an earlier tape is accepted as one of the present tape."""
     handle = machine._HANDLERS[events.Announced]
 
     def announced(rules, state, event):

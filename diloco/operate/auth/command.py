@@ -182,7 +182,7 @@ def host_guard(
         ),
     ] = None,
 ) -> None:
-    """Watch the tape, consumers and connections, and revoke who floods; runs until stopped.
+    """Watch the tape, consumers and connections, and revoke parties that flood; runs until stopped.
 
     Run it on the machine that has DIR. Logs are JSON lines on stderr.
     """

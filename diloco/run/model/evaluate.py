@@ -1,7 +1,7 @@
 """Scores a run's global view on its task's held-out data: the newest, earlier ones, or all.
 
-Scores are kept in the run's store, so that a report has those of views that garbage collection has
-taken.
+Scores are kept in the run's store, so that a report has the scores of views that garbage collection
+has removed.
 """
 
 import asyncio

@@ -212,7 +212,7 @@ class Follower:
         return tuple(found)
 
     def _can_be_had(self, target: Sequence[HeardRecord]) -> bool:
-        """True if enough has changed since the last change, and no part of it has failed."""
+        """True if a version of the target is due, and no part of the target has failed."""
         return any(self._is_due(heard) for heard in target) and not self._refused(target)
 
     def _is_due(self, heard: HeardRecord) -> bool:

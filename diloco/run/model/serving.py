@@ -174,7 +174,7 @@ def _sync_folder(path: Path) -> None:
 def serve_folder(
     model: Following, make: Callable[[], ServedFolder], run: str, section: MetricsSection
 ) -> None:
-    """Keeps the folder that `make` makes until the run ends or a signal asks for the end.
+    """Writes versions to the folder that `make` returns, until the run ends or a signal comes.
 
     Raises:
         DilocoError: an error that no retry can mend, with advice.

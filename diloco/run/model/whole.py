@@ -84,7 +84,7 @@ class FollowedFragment:
         return [one for one in self.history if one.record_seq > self.adopted.record_seq]
 
     def starts_after(self, other: "FollowedFragment") -> bool:
-        """True if the oldest of its records is later, by the run's clock, than the other's."""
+        """True if this fragment's oldest record is later, by the run's clock, than the other's."""
         own, its = self.history[0].record, other.history[0].record
         return own is not None and its is not None and own.global_step > its.global_step
 
@@ -97,7 +97,7 @@ class FollowedFragment:
             del self.history[1 : MOST_WAITING // 2]
 
     def adopt(self, newest: HeardRecord, record: wire.Record, view: np.ndarray) -> None:
-        """Adopts the view of one of its records."""
+        """Adopts the view of one of the fragment's records."""
         self.view = view
         self.adopted = Adopted(newest.record_seq, record.version, record.view_digest)
         self.history = [one for one in self.history if one.record_seq >= newest.record_seq]

@@ -1,7 +1,7 @@
 """Posts alerts to a webhook: in their order, with retries until the receiver has taken each.
 
-The URL is a secret: anybody who has that of a chat service can write there. No sentence and no log
-shows more of it than its host.
+The URL is a secret: the URL of a chat service's webhook lets anybody write there. Sentences and
+logs show the URL's host alone.
 """
 
 import asyncio

@@ -80,7 +80,7 @@ def losses(runs: Mapping[str, Shown]) -> list[Panel]:
 
 
 def _slices(run: Shown) -> list[PlotMark]:
-    """Returns marks of each slice's held-out loss; of many, those furthest above their best."""
+    """Returns marks of slices' held-out losses; if many, of slices furthest above their best."""
     losses = {
         name: np.asarray([one.slices.get(name, {}).get("loss", np.nan) for one in run.scores])
         for name in (run.scores[-1].slices if run.scores else {})
