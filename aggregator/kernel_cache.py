@@ -87,6 +87,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _not_compiled(*_: Any) -> None:
     raise ConfigError(
-        "NUMBA_DISABLE_JIT is set in the environment: versions are merged by compiled code alone",
+        "NUMBA_DISABLE_JIT is set in the environment, and only compiled code merges",
         hint="unset NUMBA_DISABLE_JIT",
     )

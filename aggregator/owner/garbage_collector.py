@@ -294,7 +294,7 @@ def check_tape_is_newest(ledger: Ledger, found: Iterable[ObjectInfo]) -> None:
     if newer is not None:
         raise IntegrityError(
             f"run {ledger.run!r}: the tape ends before its objects, it knows nothing of {newer!r}",
-            hint="was the stream cut, or an older copy restored? nothing is deleted: "
+            hint="the stream was cut, or an older copy restored; nothing is deleted: "
             "runbooks/debug-with-replay.md",
         )
 

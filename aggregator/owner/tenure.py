@@ -388,7 +388,7 @@ class Tenure:
         if many and self._others_may():
             raise IntegrityError(
                 f"fragment {self.fragment}: {len(self._broken)} updates could not be added",
-                hint="another aggregator takes it; restart this one, once its machine has memory",
+                hint="another aggregator takes over; restart this one when the machine has memory",
             ) from error
 
     async def _perform(self, effect: Effect, payload: Payload | None) -> None:

@@ -319,7 +319,7 @@ def _first_view(history: History, fragment: int, chain: Chain) -> Vector:
             with contextlib.suppress(IntegrityError, ObjectMissingError):
                 return load_arrays(history, record).view
     raise ConfigError(
-        f"fragment {fragment}: no version can be merged again, none is stored whole",
+        f"fragment {fragment}: no version can be merged again, as none is stored complete",
         hint="garbage collection keeps what gc.replay_window_s says; see diloco replay RUN",
     )
 

@@ -36,14 +36,14 @@ def why(
     since: Annotated[
         str | None,
         typer.Option(
-            help="only what began at a version, a time (2026-01-31T12:00:00Z) or an age (2h), or "
-            "later",
+            help="only findings that began at a version, a time (2026-01-31T12:00:00Z) or an age "
+            "(2h), or later",
             metavar="VERSION|TIME",
         ),
     ] = None,
     learner: Annotated[
         str | None,
-        typer.Option(help="only what is about this learner, or about none", metavar="NAME"),
+        typer.Option(help="only findings about this learner, or about none", metavar="NAME"),
     ] = None,
     json: shared.Json = False,
 ) -> int:
@@ -92,10 +92,10 @@ def export(
     ] = "safetensors",
     dtype: Annotated[
         str | None,
-        typer.Option(help="of the floats of hf: float32, bfloat16, float16 [default: float32]"),
+        typer.Option(help="floats of hf: float32, bfloat16 or float16 [default: float32]"),
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="hf: adapters are added to their base, one model")
+        bool, typer.Option("--merge", help="hf: add adapters to their base model")
     ] = False,
     version: shared.Version = None,
 ) -> None:

@@ -125,8 +125,8 @@ class BundleOptions:
     ] = field(default_factory=list)
     objects: Annotated[
         bool,
-        typer.Option(help="whether objects are in it; without, readers need the store beside it"),
+        typer.Option(help="include objects; without them, readers need the run's store"),
     ] = True
     salvage: Annotated[
-        bool, typer.Option("--salvage", help="RUN is a damaged file: take what is whole of it")
+        bool, typer.Option("--salvage", help="RUN is a damaged file: take its intact parts")
     ] = False

@@ -193,7 +193,7 @@ async def run_score(
     """
     every = moments(chosen)
     if not every:
-        raise ConfigError("no version of every fragment is on the tape: nothing can be scored")
+        raise ConfigError("a fragment has no version among these: nothing can be scored")
     scores = _Scores(context, await Scorer.of_run(context), await read_losses(context))
     with progress("scoring") as hear:
         find = _bisected if options.bisect else _all

@@ -131,7 +131,7 @@ def _object(history: History, name: str) -> Selection:
                 return Selection((seq,))
     raise ConfigError(
         f"no record on the tape names the object {name!r}",
-        hint="it was made by an attempt that did not stand, or its record was trimmed",
+        hint="an attempt that failed stored the object, or its record was trimmed",
     )
 
 

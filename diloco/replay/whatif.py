@@ -52,8 +52,8 @@ SECTIONS = ("outer", "staleness", "quorum", "bounds")
 DECIDING = ("quorum.", "bounds.", "staleness.max_versions", "outer.participation")
 UNCHANGED = "the run's own settings"
 WITHOUT = (
-    "without some updates the others still are what they were on the views that were: leaving out "
-    "good ones can make the model explode; --blame says exactly what each update did"
+    "the other updates stay as they were sent, from views with the updates left out: leaving out "
+    "good ones can make the model explode; --blame measures exactly what each update did"
 )
 
 
@@ -213,23 +213,23 @@ def _sentences(
 ) -> list[str]:
     """Returns sentences on the limits of the result, which the reader must know."""
     reactions = (
-        "learners do not react: their updates are those they sent, based on the views that were; "
-        "a real run would have trained on from other views"
+        "learners do not react: their updates are those that they sent, from the recorded views; "
+        "in a real run they would have trained from other views"
     )
     found = [reactions]
     if deciding:
         found.append(
-            "rounds are decided again in virtual time, from when updates were announced: an "
-            "estimate; with settings of outer and the rule of staleness alone it is exact"
+            "rounds are decided again in virtual time, by the times of announcements: an estimate; "
+            "a change of only outer settings or the discount of staleness gives an exact result"
         )
     late = [fragment for fragment in chains if chains[fragment][0][1].version > 0]
     if late:
         versions = ", ".join(f"{f} at version {chains[f][0][1].version}" for f in late[:8])
-        found.append(f"what was before is as it was: fragments begin {versions}")
+        found.append(f"earlier versions stay as recorded: fragments begin {versions}")
     if any(len(chains[fragment]) < len(chosen[fragment]) for fragment in chains):
         found.append("older updates cannot be merged again: garbage collection has taken them")
     if any(record.what == "restore" for chain in chains.values() for _, record in chain):
-        found.append("a rollback goes back to what there would have been at that version's time")
+        found.append("a rollback goes back to the changed run's version at the same time")
     return found
 
 
@@ -249,7 +249,7 @@ def mergeable(chain: Chain, there: Container[str]) -> Chain:
     if begin is None or begin == len(chain) - 1:
         fragment = chain[0][1].fragment if chain else "?"
         raise ConfigError(
-            f"fragment {fragment}: no version can be merged again, their updates are gone",
+            f"fragment {fragment}: no version can be merged again, as the updates are gone",
             hint="garbage collection keeps what gc.replay_window_s says",
         )
     return chain[begin:]

@@ -280,11 +280,11 @@ def leaks(effects: Effects, sentences: dict[str, Sentence]) -> Iterator[Finding]
             yield Finding(
                 severity="warning",
                 about=about,
-                sentence=f"it trains on the held-out data: there the model reaches {held_out:.4g}, "
-                f"as this learner does ({loss:.4g}), where the others train at {usual:.4g}; scores "
-                "say nothing any more",
-                advice="take held-out data out of what it reads, and score on other data",
+                sentence=f"it trains on the held-out data: the held-out loss {held_out:.4g} is "
+                f"near its training loss {loss:.4g}, and that of the others is {usual:.4g}; scores "
+                "mean nothing any more",
+                advice="remove the held-out data from the learner's data, and score on other data",
                 runbook=LOSS_SPIKE,
-                evidence=f"alone {one.alone:+.5f} on the held-out loss each, the others' "
+                evidence=f"each update alone {one.alone:+.5f} on the held-out loss, the others' "
                 f"{one.others:+.5f}",
             )
