@@ -13,6 +13,9 @@ Rules:
 - Fragments that a live aggregator is pinned to are left to it.
 - An aggregator releases a fragment that it has failed at, and never acquires it again, as another
   aggregator may succeed. Once all refuse a fragment, the fragment gets no more versions.
+- An aggregator that has waited for the store for a lease's time to live, and whose own question the
+  store does not answer, releases its fragments if another aggregator may serve one of them, and
+  takes none until the store answers. If the store answers nobody, the last one keeps its own.
 """
 
 import asyncio
@@ -24,7 +27,14 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.core.fragment_division import AggregatorTerms, Pinned, divide
 from diloco.common.process.tasks import first_of
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.errors import BusUnavailableError, DilocoError, SwapLostError, WireError
+from diloco.common.protocol.errors import (
+    BusUnavailableError,
+    DilocoError,
+    ObjectMissingError,
+    StoreError,
+    SwapLostError,
+    WireError,
+)
 from diloco.common.storage.tape import decode_as
 
 # Seconds between two checks for fragments to acquire or release.
@@ -76,6 +86,7 @@ class Leases:
         self._lost: set[int] = set()
         self._done: set[int] = set()
         self._refuses: set[int] = set()
+        self._cut_off = False
         self._stopped: set[int] = set()
 
     async def hold(
@@ -89,7 +100,7 @@ class Leases:
             take: begins to own a fragment.
             drop: ceases to own fragments; returns once no work on them is in progress.
         """
-        await first_of(self._follow(), self._keep(take, drop))
+        await first_of(self._follow(), self._watch_store(), self._keep(take, drop))
 
     async def still_ours(self, fragment: int) -> bool:
         """True if this process still has the lease of a fragment; asks the server."""
@@ -110,7 +121,7 @@ class Leases:
     def refuse(self, fragment: int) -> None:
         """Releases a fragment and never acquires it again, as another aggregator may succeed."""
         self._refuses.add(fragment)
-        self._renewed_at_s = -self._ttl_s  # Publishes it at the next check.
+        self._publish_terms()
 
     async def release(self) -> None:
         """Releases all leases, so that others need not wait for them to expire."""
@@ -152,14 +163,22 @@ class Leases:
         prefix = names.aggregator_lease(self._context.run, "")
         standing = [self._standing(key, now_s) for key in self._seen if key.startswith(prefix)]
         members = {
-            lease.life: AggregatorTerms(
+            lease.life: self._terms(
                 None if lease.pinned is None else frozenset(lease.pinned),
-                frozenset(lease.refuses),
+                lease.refuses,
+                lease.cut_off,
             )
             for lease in standing
             if lease is not None
         }
-        return members | {self._life: AggregatorTerms(self._pinned, frozenset(self._refuses))}
+        return members | {self._life: self._terms(self._pinned, self._refuses, self._cut_off)}
+
+    def _terms(self, pinned: Pinned, refuses: Iterable[int], cut_off: bool) -> AggregatorTerms:
+        everything = range(len(self._context.layout.fragments))
+        return AggregatorTerms(pinned, frozenset(everything if cut_off else refuses))
+
+    def _publish_terms(self) -> None:
+        self._renewed_at_s = -self._ttl_s  # At the next check.
 
     def _holders(self, now_s: float) -> dict[int, str | None]:
         holders: dict[int, str | None] = {}
@@ -177,6 +196,41 @@ class Leases:
         return {fragment: life for fragment, life in holders.items() if fragment not in self._done}
 
     # What this one does
+
+    async def _watch_store(self) -> None:
+        """Notes for how long the store does not answer this process; never returns."""
+        retries, waits_since_s = self._context.runtime.retries, _now_s()
+        while True:
+            await asyncio.sleep(min(LOOK_S, self._ttl_s / 5))
+            if not (self._cut_off or retries.waits_for("store")):
+                waits_since_s = _now_s()
+            elif self._cut_off or _now_s() - waits_since_s > self._ttl_s:
+                answers = await self._store_answers()
+                alone = not any(map(self.others_may_serve, self._held))
+                self._note_cut_off(not answers and (self._cut_off or not alone))
+
+    async def _store_answers(self) -> bool:
+        name = names.layout_object(self._context.run, self._context.layout.digest)
+        runtime, store = self._context.runtime, self._context.store
+        try:
+            async with asyncio.timeout(self._ttl_s):
+                await runtime.call(store.get_range, name, 0, 1)
+        except ObjectMissingError:
+            return True
+        except (StoreError, TimeoutError):
+            return False
+        return True
+
+    def _note_cut_off(self, cut_off: bool) -> None:
+        if cut_off == self._cut_off:
+            return
+        self._cut_off = cut_off
+        self._publish_terms()
+        if cut_off:
+            fragments = sorted(self._held)
+            self._context.logger.warning("cut_off_from_store", releases=fragments)
+        else:
+            self._context.logger.info("store_answers_again")
 
     async def _keep(
         self,
@@ -323,6 +377,7 @@ class Leases:
             ttl_s=ttl_s or 0.0,
             pinned=None if self._pinned is None else tuple(sorted(self._pinned)),
             refuses=tuple(sorted(self._refuses)),
+            cut_off=self._cut_off,
         )
         return await self._context.bus.publish(
             subject, wire.encode(lease), expected_last=expected, ttl_s=ttl_s

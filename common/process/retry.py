@@ -91,6 +91,10 @@ class Retries:
         finally:
             end()
 
+    def waits_for(self, where: str) -> bool:
+        """True if an attempt waits now because of a fault that was at `where`."""
+        return any(count for (_, cause), count in self.waiting.copy().items() if cause == where)
+
     def now(self) -> tuple[str, ...]:
         """Returns the names of the attempts that wait now."""
         return tuple(what for (what, _), count in sorted(self.waiting.copy().items()) if count)

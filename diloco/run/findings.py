@@ -93,6 +93,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
     yield from _quiet(run, settings)
     if run.state != "ended" and not copied:
         yield from _refused(run)
+        yield from _cut_off(run)
         yield from _owners(run)
 
 
@@ -459,6 +460,19 @@ def _quiet(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
             advice="look in their logs for what they wait for; a stream that met a full disk takes "
             "nothing until its nats-server is restarted",
             runbook=DISK_FULL,
+        )
+
+
+def _cut_off(run: RunStatus) -> Iterator[Finding]:
+    """Yields findings on aggregators that the store does not answer."""
+    for name in run.cut_off:
+        yield Finding(
+            severity="warning",
+            about=f"aggregator {name}",
+            sentence="the store does not answer it; others serve its fragments meanwhile",
+            advice="look at that machine's network and credentials; it takes fragments again by "
+            "itself",
+            runbook=STORE_AWAY,
         )
 
 

@@ -300,6 +300,7 @@ class Observed:
             quiet_s=max(0.0, now_s - self.extent.last_s),
             stopping_s=max(0.0, now_s - stopped_s),
             strangers=unborn,
+            cut_off=tuple(sorted({one.aggregator for one in self.aggregators if one.cut_off})),
             stood_still=self._stood_still,
             takeovers=self._takeovers(self.extent.last_s if self.ended else now_s),
             changes=tuple(self._changes),

@@ -341,6 +341,7 @@ class RunStatus:
             newer record.
         strangers: learners whose newest heartbeat is of a life that never joined, with that life's
             incarnation.
+        cut_off: aggregators that the store does not answer.
         staleness: mean staleness of the recent rounds' updates, in versions; `round_size`: mean
             number of updates in these rounds.
         wait: wait of these updates, from announcement to version; None before any.
@@ -389,6 +390,7 @@ class RunStatus:
     strangers: Mapping[str, int]
     learners: tuple[LearnerStatus, ...]
     fragments: tuple[FragmentStatus, ...]
+    cut_off: tuple[str, ...] = ()
     takeovers: tuple[float, ...] = ()
     stood_still: StoodStill | None = None
     changes: tuple[Change, ...] = ()

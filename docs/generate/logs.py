@@ -43,6 +43,11 @@ MEANINGS = {
         "no renewal of the leases was stored for 8 s: [disk full](../runbooks/disk-full.md), "
         "[NATS unreachable](../runbooks/nats-away.md)"
     ),
+    "cut_off_from_store": (
+        "the store has not answered this aggregator for a lease's time to live: others serve what"
+        " it `releases`: [the store is away](../runbooks/store-away.md)"
+    ),
+    "store_answers_again": "after `cut_off_from_store`: it serves fragments again",
     "renewals_resumed": "after `renewals_lost`: a renewal is stored again",
     "leases_left": "NATS was unreachable at the end; leases expire after this time",
     "collected": "garbage is deleted: `objects` by kind; version `floor` is the oldest that stays",

@@ -198,6 +198,8 @@ class ActorStore:
     def _reach(self) -> None:
         actor = self._actor
         actor.check()
+        if actor.world.store_is_away(actor.name, actor.world.loop.now_s):
+            raise StoreUnavailableError(f"{actor.name}: the store does not answer this machine")
         if actor.store_is_cut() or actor.hit(actor.faults.store_refused, "store_refused"):
             raise StoreUnavailableError(f"{actor.name}: the store does not answer")
 

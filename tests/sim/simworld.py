@@ -87,6 +87,8 @@ class World:
         # Name of the aggregator with a bad machine, and the fault: it "reads" versions otherwise than
         # they are stored, or fails at each update that it "merges" or each round that it "closes".
         self.bad, self.bad_at = "", "reads"
+        # Whether the store does not answer an actor at a time.
+        self.store_is_away: Callable[[str, float], bool] = lambda _name, _now_s: False
         self.record_bytes = record_bytes
         self.seed = seed
         self.tensors = tensors

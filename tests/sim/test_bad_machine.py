@@ -7,15 +7,17 @@ from functools import partial
 import pytest
 from simlearner import SimLearner
 from simtensors import Light
-from simworld import World, ended
+from simworld import EPOCH_S, World, ended
 
 STEPS, INTERVAL_STEPS = 64, 8
 # What a fragment may be idle for, beside its lease's time to live.
 IDLE_S = 10.0
 LIMIT_S = 300.0
+# When the store is away, in simulated seconds.
+CUT_S = (20.0, 50.0)
 
 
-def make_world(seed: int, bad_at: str) -> World:
+def make_world(seed: int, bad_at: str = "") -> World:
     world = World(
         {
             "run": {"name": "sim", "steps": STEPS},
@@ -29,7 +31,8 @@ def make_world(seed: int, bad_at: str) -> World:
         },
         seed=seed, tensors=Light(32),
     )  # fmt: skip
-    world.bad, world.bad_at = "two", bad_at
+    if bad_at:
+        world.bad, world.bad_at = "two", bad_at
     return world
 
 
@@ -72,3 +75,31 @@ def test_no_fragment_is_idle_beside_a_bad_machine(bad_at: str) -> None:
         assert longest_idle_s(world) <= lease_ttl_s + IDLE_S, f"seed {seed}"
         failed += world.injected["bad_machine"]
     assert failed > 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_fragment_is_idle_beside_a_machine_that_is_cut_off_from_the_store(seed: int) -> None:
+    world, lease_ttl_s = make_world(seed), (1.5, 3.0, 6.0)[seed]
+    world.store_is_away = lambda name, now_s: name == "two" and CUT_S[0] < now_s < CUT_S[1]
+    world.run(partial(run_beside_a_bad_machine, world, lease_ttl_s), LIMIT_S)
+    world.checkers.check_resolved()
+    assert longest_idle_s(world) <= lease_ttl_s + IDLE_S
+    before, after = set[str](), set[str]()
+    for fragment in range(3):
+        for _, record in world.records(fragment):
+            now_s = record.merged_at_s - EPOCH_S
+            if now_s < CUT_S[0]:
+                before.add(record.aggregator)
+            elif now_s > CUT_S[1]:
+                after.add(record.aggregator)
+    # It serves a share before and after.
+    assert "two" in before & after
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_store_that_answers_nobody_for_a_while_costs_that_while(seed: int) -> None:
+    world, lease_ttl_s = make_world(seed), (1.5, 3.0, 6.0)[seed]
+    world.store_is_away = lambda _name, now_s: CUT_S[0] < now_s < CUT_S[1]
+    world.run(partial(run_beside_a_bad_machine, world, lease_ttl_s), LIMIT_S)
+    world.checkers.check_resolved()
+    assert longest_idle_s(world) <= CUT_S[1] - CUT_S[0] + lease_ttl_s + IDLE_S

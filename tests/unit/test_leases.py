@@ -15,6 +15,7 @@ from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import BusUnavailableError
 from diloco.common.storage.bus import MemoryBus
+from diloco.run.watch import Watch
 
 lives = st.lists(st.from_regex(r"[0-9a-f]{4}", fullmatch=True), min_size=1, max_size=6, unique=True)
 
@@ -124,6 +125,40 @@ def test_what_is_done_is_nobodys(found, fragments, data):
     assert None not in holders.values()
 
 
+def test_a_pinned_aggregator_releases_what_it_fails_at():
+    members = {"me": AggregatorTerms(frozenset({0, 1}), frozenset({0}))}
+    assert divide("me", members, {0: "me", 1: "me"}, 2) == ((), (0,))
+    assert divide("me", members, {0: None, 1: "me"}, 2) == ((), ())
+
+
+def test_who_has_its_share_acquires_no_more():
+    """Or each of two would take what the other is about to take."""
+    members = dict.fromkeys(("me", "other"), AggregatorTerms())
+    holders = {0: "me", 1: None, 2: "me", 3: None}
+    assert divide("me", members, holders, 4) == ((), ())
+    assert sorted(divide("other", members, holders, 4).acquire) == [1, 3]
+
+
+def test_a_lease_whose_answer_was_lost_is_free_for_its_owner(run_async):
+    async def scenario():
+        lab = Lab(fragments=2)
+        await lab.create()
+        owner, other = leases.Leases(lab.context, 60.0), leases.Leases(lab.context, 60.0)
+        assert await owner._acquire(0)
+        assert await other._acquire(1)
+        owner._held.clear()
+        follower = asyncio.create_task(owner._follow())
+
+        async def heard() -> bool:
+            return len(owner._seen) == 2
+
+        await lab.until(heard, "both leases")
+        assert owner._holders(leases._now_s()) == {0: None, 1: other._life}
+        await cancel(follower)
+
+    run_async(scenario())
+
+
 class FullDisk(MemoryBus):
     """Its leases stream stores nothing while `full`."""
 
@@ -152,6 +187,23 @@ def test_leases_that_cannot_be_stored_are_a_warning_after_seconds(run_async, mon
         run_async(scenario())
     said = [entry["event"] for entry in logged if entry["event"].startswith("renewals")]
     assert said == ["renewals_lost", "renewals_resumed"]
+
+
+def test_an_aggregator_that_the_store_does_not_answer_is_named(run_async):
+    async def scenario():
+        lab = Lab()
+        await lab.create()
+        held = leases.Leases(replace(lab.context, name="one"), 60.0)
+        found = []
+        for cut_off in (False, True):
+            held._note_cut_off(cut_off)
+            await held.still_ours(0)
+            findings = (await Watch(lab.context).begin(1)).findings
+            found.append([each for each in findings if "does not answer" in each.sentence])
+        assert found[0] == []
+        assert [(each.about, each.severity) for each in found[1]] == [("aggregator one", "warning")]
+
+    run_async(scenario())
 
 
 class Unanswered(MemoryBus):

@@ -280,6 +280,10 @@ class Lease(Body):
         description="fragments that this aggregator no longer serves, as it computes other digests"
         " from the stored objects than those recorded"
     )
+    cut_off: bool = Field(
+        default=False,
+        description="the store does not answer this aggregator: it serves no fragment meanwhile",
+    )
 
 
 class Score(Body):
