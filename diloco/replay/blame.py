@@ -300,11 +300,9 @@ def first_loss(records: Mapping[int, Chain]) -> float:
         records: the records of each fragment, in order.
     """
     first: dict[str, float] = {}
-    rounds = max(1, FIRST_ROUNDS // max(1, len(records)))
-    for chain in records.values():
-        for _, record in islice(chain, rounds):
-            for one in record.inputs:
-                first.setdefault(one.learner, one.loss)
+    for _, record in islice(in_order(records.values()), FIRST_ROUNDS):
+        for one in record.inputs:
+            first.setdefault(one.learner, one.loss)
     return median(first.values() or [0.0])
 
 

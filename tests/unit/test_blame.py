@@ -154,7 +154,7 @@ def test_when_the_time_is_over_blame_keeps_what_it_has_and_counts_the_rest(runs,
         async with open_run(str(run.tape), reads=True) as opened:
             history = await read_history(opened.context)
             chains = verify_run.chains(history, sorted(history.records), 0, {})
-            for _, record in chains[0]:
+            for _, record in history.in_order():
                 first.update({one.learner: one.loss for one in record.inputs} | first)
             return blame.blame(
                 opened.context,
