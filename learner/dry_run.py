@@ -30,6 +30,7 @@ from diloco.learner.tensors.fragment_kernels import Blocks, Codes, Kernels, Leav
 from diloco.learner.tensors.mesh import single
 from diloco.learner.tensors.placement import make_ownership
 from diloco.learner.tensors.replica import anchor_memory
+from diloco.learner.tensors.utilization import memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +115,7 @@ class DryRun:
 
     Attributes:
         platform: the platform of the compiler; `devices` counts those of all `hosts`.
+        device_bytes: memory of a device; None: unknown.
         parameters: number of trained parameters.
         active_parameters: the parameters that a token passes; None: all.
         frozen_parameters: those that are not trained.
@@ -123,6 +125,7 @@ class DryRun:
 
     learner: str
     platform: str
+    device_bytes: int | None
     devices: int
     hosts: int
     mesh: dict[str, int]
@@ -176,6 +179,7 @@ def dry_run(
         return DryRun(
             learner=learner,
             platform=island.mesh.devices.flat[0].platform,
+            device_bytes=memory_bytes(island.mesh.devices.flat[0].device_kind),
             devices=count,
             hosts=hosts,
             mesh=dict(island.mesh.shape),

@@ -106,7 +106,7 @@ class Files(Protocol):
 
 @runtime_checkable
 class MergedFiles(Files, Protocol):
-    """Files of a task with adapters, which can also be merged into the base model."""
+    """As `Files`, of a task with adapters: also writes the base model with the adapters merged."""
 
     def write_merged(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
         """Writes the merged model, which loads without the base, from trained and frozen leaves."""

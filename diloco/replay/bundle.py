@@ -117,7 +117,7 @@ class TapeRange:
     below: dict[str, int] = field(default_factory=dict)
 
     def has(self, message: Message) -> bool:
-        """True if the part contains a message."""
+        """True if this range of the tape contains `message`."""
         return message.seq >= self.below.get(message.subject, 0)
 
 

@@ -52,7 +52,7 @@ class Verified:
         records: number of records checked.
         versions: counts of the versions by result.
         lost: versions that could not be recomputed because an object is missing.
-        views: view of each fragment at its last record, if it was reached.
+        views: by fragment, the view after its last record; without those that were not reached.
     """
 
     records: int = 0

@@ -115,7 +115,7 @@ class Ending(HostMessage):
 
 
 class Hello(HostMessage):
-    """Identifies a worker, with the secret that the collective gave it."""
+    """Identifies a worker, with the secret of `exchange_secret`, which no other process has."""
 
     secret: str
     host: int

@@ -1,11 +1,13 @@
-"""Model FLOPs utilization: the share of the devices' peak that the model's own arithmetic takes.
+"""Devices' peaks and memory; model FLOPs utilization: the share of a peak that a model uses.
 
 As in PaLM (arXiv 2204.02311, appendix B): the FLOPs that the mathematics of a step needs, forward
 and backward, not counting recomputation to save memory, over the devices' bfloat16 peak.
 """
 
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 # Dense bfloat16 operations a second of one device, by how its kind begins in JAX; of two beginnings
 # the longer counts. Google's pages of TPU versions and NVIDIA's data sheets, without sparsity.
@@ -22,6 +24,18 @@ PEAK_FLOPS: Final = {
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100 NVL": 835e12,
     "NVIDIA H200": 989e12,
+}
+# Bytes of memory of one device, from the same pages.
+MEMORY_BYTES: Final = {
+    "TPU v4": 32 << 30,
+    "TPU v5 lite": 16 << 30,
+    "TPU v5e": 16 << 30,
+    "TPU v5": 95 << 30,
+    "TPU v5p": 95 << 30,
+    "TPU v6 lite": 32 << 30,
+    "TPU v6e": 32 << 30,
+    "NVIDIA H100 80GB": 80 << 30,
+    "NVIDIA H200": 141 * 10**9,
 }
 
 
@@ -40,8 +54,17 @@ def flops_per_token(multiplied: int, attended: int) -> float:
 
 def peak_flops(kind: str) -> float | None:
     """Returns the peak FLOP/s of a device whose kind JAX names `kind`; None if unknown."""
-    fitting = [beginning for beginning in PEAK_FLOPS if kind.startswith(beginning)]
-    return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
+    return _of_kind(PEAK_FLOPS, kind)
+
+
+def memory_bytes(kind: str) -> int | None:
+    """Returns the memory of a device whose kind JAX names `kind`, in bytes; None if unknown."""
+    return _of_kind(MEMORY_BYTES, kind)
+
+
+def _of_kind(table: Mapping[str, T], kind: str) -> T | None:
+    fitting = [beginning for beginning in table if kind.startswith(beginning)]
+    return table[max(fitting, key=len)] if fitting else None
 
 
 def full_tokens_per_s(devices: Iterable[Any], per_token: float | None) -> float:

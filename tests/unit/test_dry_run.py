@@ -1,5 +1,6 @@
 """A dry run of a learner: its figures are those of the arrays that a learner has."""
 
+import dataclasses
 import io
 import json
 import math
@@ -19,7 +20,7 @@ from diloco.learner.exchanges import exchanges, received_by_kind
 from diloco.learner.island import Island
 from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.operate.daemons.command import LearnerOptions
-from diloco.operate.daemons.dry_run import as_json, run_dry, show
+from diloco.operate.daemons.dry_run import as_json, check_fits, run_dry, show
 
 
 def config_of(mesh="fsdp=4,tensor=2", **sync):
@@ -185,3 +186,12 @@ def test_what_is_printed_and_what_programs_read(found):
     send = document["fragments"][1]["send"]
     assert send["seconds"] == pytest.approx(send["moved_bytes"] / 100e9)
     assert document["bytes_up"] == sum(host["bytes_up"] for host in document["traffic"])
+
+
+def test_a_learner_that_no_device_holds_is_refused_with_both_figures(found):
+    check_fits(found)
+    needed = max(found.memory.training, found.memory.start)
+    check_fits(dataclasses.replace(found, device_bytes=needed))
+    with pytest.raises(ConfigError, match=r"needs [\d.]+ .?B of each device, which has") as refused:
+        check_fits(dataclasses.replace(found, device_bytes=needed - 1))
+    assert "fsdp" in refused.value.hint

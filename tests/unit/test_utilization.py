@@ -10,7 +10,12 @@ import pytest
 from diloco.common.protocol.errors import TaskError
 from diloco.learner.background import TrafficCounts
 from diloco.learner.synchronizer import Meter
-from diloco.learner.tensors.utilization import full_tokens_per_s, peak_flops
+from diloco.learner.tensors.utilization import (
+    MEMORY_BYTES,
+    full_tokens_per_s,
+    memory_bytes,
+    peak_flops,
+)
 from diloco.models.bytes_lm import model
 from diloco.models.decoders.sizes import SIZES, size_named
 from diloco.models.decoders.tensors import operations
@@ -58,6 +63,11 @@ def test_the_longest_beginning_of_a_devices_kind_counts():
     assert peak_flops("TPU v5 lite") == 197e12
     assert peak_flops("TPU v5") == 459e12
     assert peak_flops("cpu") is None
+    assert memory_bytes("TPU v5 lite") == 16 << 30
+    assert memory_bytes("TPU v5") == 95 << 30
+    assert memory_bytes("NVIDIA H100 PCIe") is None
+    # Whatever has a known memory has a known peak.
+    assert all(peak_flops(kind) for kind in MEMORY_BYTES)
 
 
 def test_of_devices_that_are_not_known_nothing_is_told():

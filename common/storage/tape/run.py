@@ -230,9 +230,9 @@ async def data_reached(
     last: Callable[[str], Awaitable[Message | None]] | None = None,
     earlier: Mapping[str, int] | None = None,
 ) -> dict[int | None, int]:
-    """Returns the data position that a learner's updates of each fragment reach, in batches.
+    """Returns, by fragment, the data position that a learner's updates reach, in batches.
 
-    Under None it returns the position of its other messages, and of earlier epochs.
+    The key None has the position of the learner's leave messages, and of earlier tapes.
 
     Args:
         context: the run's context.

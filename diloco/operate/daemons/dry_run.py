@@ -25,6 +25,7 @@ def run_dry(config: Config, options: LearnerOptions) -> None:
     """Prints the figures of a dry run.
 
     Raises:
+        ConfigError: a device has less memory than it needs.
         DilocoError: as the learner itself, except for errors of the bus and the store.
     """
     learner = options.name
@@ -47,6 +48,22 @@ def run_dry(config: Config, options: LearnerOptions) -> None:
         Console().print_json(data=as_json(figures, bandwidth))
     else:
         show(Console(), figures, bandwidth)
+    check_fits(figures)
+
+
+def check_fits(figures: DryRun) -> None:
+    """Refuses a learner that needs more memory than its devices are known to have.
+
+    Raises:
+        ConfigError: see above.
+    """
+    needed, there = max(figures.memory.training, figures.memory.start), figures.device_bytes
+    if there is not None and needed > there:
+        raise ConfigError(
+            f"{figures.learner} needs {human_bytes(needed)} of each device, which has"
+            f" {human_bytes(there)}",
+            hint="more devices in `fsdp`, a smaller batch, `accumulate`, or `sync.anchor` on the host",
+        )
 
 
 def _configure(config: Config, hosts: int, devices: int | None) -> Config:
