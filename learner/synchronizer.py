@@ -222,7 +222,7 @@ class Meter:
         self.adoptions = (*self.adoptions[1 - DELAYS :], (max(0.0, steps), max(0.0, took_s)))
 
     def stalled(self, took_s: float) -> None:
-        """Adds seconds that training waited for synchronization, also after training's final step."""
+        """Adds seconds that training waited for synchronization, also after its final step."""
         self.stall_s += took_s
         self.run_s = time.perf_counter() - self._began_s
 

@@ -62,7 +62,7 @@ def check_fits(figures: DryRun) -> None:
         raise ConfigError(
             f"{figures.learner} needs {human_bytes(needed)} of each device, which has"
             f" {human_bytes(there)}",
-            hint="more devices in `fsdp`, a smaller batch, `accumulate`, or `sync.anchor` on the host",
+            hint="more devices in `fsdp`, a smaller batch, `accumulate`, or `sync.anchor = 'host'`",
         )
 
 
