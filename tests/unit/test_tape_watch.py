@@ -70,8 +70,8 @@ def test_the_doctor_says_how_full_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("taken", "most", "said"),
-    [(799, 0, ""), (800, 0, "lets 1000 of them, unless its account"), (800, 65_536, ""),
-     (60_000, 65_536, "lets 65536 of them:")],
+    [(799, 0, ""), (800, 0, "the server allows 1000, unless its account"), (800, 65_536, ""),
+     (60_000, 65_536, "the server allows 65536:")],
 )  # fmt: skip
 def test_the_doctor_says_how_many_read_it(taken: int, most: int, said: str) -> None:
     found = list(doctor_findings.readers(Filled(0, 0, taken, most)))
