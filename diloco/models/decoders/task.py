@@ -22,6 +22,7 @@ from diloco.learner.task import (
     AtLeastOne,
     Batch,
     Dtype,
+    Files,
     Holder,
     Natural,
     NotNegative,
@@ -264,10 +265,12 @@ def build(
         else None,
         files=Adapters(config, adapters, None if stored else source, model)
         if adapters is not None
-        else HuggingFace(config, source, fresh)
-        if chosen is None
-        else InPart(HuggingFace(config, source, fresh), chosen, base_dtypes(config, dtype)),
+        else _files_of(HuggingFace(config, source, fresh), chosen, dtype),
     )
+
+
+def _files_of(whole: HuggingFace, chosen: Chosen | None, dtype: str) -> Files:
+    return whole if chosen is None else InPart(whole, chosen, base_dtypes(whole.config, dtype))
 
 
 def _config_of(model: str, source: Path | None, images: ImageOptions | None) -> DecoderConfig:
