@@ -222,24 +222,13 @@ def build(
         told: dict[str, Any] = {"compute": compute, "end": last(), "beside": beside}
         return loss_sums(config, base, batch, **told)
 
-    sums_of_row = jax.jit(sums_of)
-
-    def evaluate(params: Params) -> float:
-        sums = [sums_of_row(params, row) for row in rows.unseen]
-        if not (learned := sum(int(one.learned) for one in sums)):
-            raise TaskError(
-                "no token of the held-out rows is trained on",
-                hint="hold out more (diloco data prepare --held-out), or raise eval_batches",
-            )
-        return sum(float(one.losses) for one in sums) / learned
-
     return Task(
         init=functools.partial(_init, config, adapters, chosen, dtype),
         loss=lambda params, batch, key: _trained_on(config, sums_of(params, batch, key)),
         weigh=lambda batch: jnp.sum(learned_of(_windows_of(batch), last())),
         batches=rows.batches,
         rows=rows.rows,
-        evaluate=evaluate,
+        evaluate=functools.partial(_held_out_loss, jax.jit(sums_of), rows),
         tokens_per_batch=batch * length,
         flops_per_token=_flops_per_token(config, adapters, chosen, length),
         active_parameters=None if config.experts is None else active(config),
@@ -267,6 +256,23 @@ def build(
         if adapters is not None
         else _files_of(HuggingFace(config, source, fresh), chosen, dtype),
     )
+
+
+def _held_out_loss(
+    sums_of_row: Callable[[Params, Batch], "LossSums"], rows: _Rows, params: Params
+) -> float:
+    """Returns the mean loss of the held-out rows' tokens that are trained on.
+
+    Raises:
+        TaskError: there is none.
+    """
+    sums = [sums_of_row(params, row) for row in rows.unseen]
+    if not (learned := sum(int(one.learned) for one in sums)):
+        raise TaskError(
+            "no token of the held-out rows is trained on",
+            hint="hold out more (diloco data prepare --held-out), or raise eval_batches",
+        )
+    return sum(float(one.losses) for one in sums) / learned
 
 
 def _files_of(whole: HuggingFace, chosen: Chosen | None, dtype: str) -> Files:
