@@ -92,8 +92,13 @@ class Ledger:
         )
         self.position = record.position
         self.marks = {(m.learner, m.incarnation): m.seq for m in record.policy.marks}
-        by_life = sorted(record.policy.marks, key=lambda mark: mark.incarnation)
-        self.answered_at = {mark.learner: mark.stream_seq for mark in by_life}
+        newest = {one.learner: one.incarnation for one in record.policy.members}
+        before, self.answered_at = self.answered_at, {}
+        for mark in sorted(record.policy.marks, key=lambda mark: mark.incarnation):
+            # An update of a superseded life gives no data position: what was before it stays.
+            superseded = mark.incarnation < newest.get(mark.learner, 0) < mark.stream_seq
+            known = before.get(mark.learner, 0)
+            self.answered_at[mark.learner] = known if superseded else mark.stream_seq
 
     def _update(self, taken: wire.Input) -> UpdateId:
         learner = self._names.setdefault(taken.learner, taken.learner)

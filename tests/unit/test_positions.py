@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from runlab import RUN, Lab
+from runlab import RUN, SNAPSHOT_EVERY, Lab
 
 from diloco.aggregator import checkpoint
 from diloco.aggregator.compare_and_swap import swap
@@ -213,3 +213,30 @@ def test_who_hides_names_hides_those_of_the_object_too():
     other.put(name, data)
     hidden = read_positions(other, wire.decode(wire.Specification, told.payload))
     assert hidden == {redactor.name(one.learner): one.position for one in listed}
+
+
+def test_collection_keeps_a_position_when_a_superseded_life_is_rejected_late(run_async):
+    async def scenario() -> None:
+        lab = Lab(replay_window_s=0)
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("b")
+            first = await lab.join("a")
+            await lab.send_many("a", 2)
+            second = await lab.join("a")
+            lab.lives["a"] = first
+            late = lab.upload("a")
+            await lab.announce(late)
+            await lab.answered(late)
+            lab.lives["a"] = second
+            newest = await lab.send_many("b", 5 * SNAPSHOT_EVERY)
+
+            async def collected() -> bool:
+                first = (await lab.records())[0]
+                return first.record.version >= newest.version - 2 * SNAPSHOT_EVERY
+
+            await lab.until(collected, "a collection")
+            await lab.join("a")
+            assert await data_position(lab.context, "a") == 16
+
+    run_async(scenario())

@@ -285,10 +285,17 @@ async def _last(context: RunContext, subject: str) -> Message | None:
 
 
 async def _sequences(context: RunContext, newest: Message | None) -> list[int]:
-    """Returns the sequences of all messages of the subject of `newest`, up to `newest`."""
-    if newest is None:
-        return []
-    return [one.seq async for one in messages_up_to(context, [newest.subject], newest.seq)]
+    """Returns the sequences of the joins of the subject of `newest`, up to `newest`.
+
+    Unreadable messages supersede nobody; aggregators ignore them too.
+    """
+    found: list[int] = []
+    if newest is not None:
+        async for message in messages_up_to(context, [newest.subject], newest.seq):
+            with contextlib.suppress(WireError):
+                decode_as(wire.Join, message.subject, message.payload)
+                found.append(message.seq)
+    return found
 
 
 async def _position_on(
