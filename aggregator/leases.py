@@ -13,9 +13,9 @@ Rules:
 - Fragments that a live aggregator is pinned to are left to it.
 - An aggregator releases a fragment that it has failed at, and never acquires it again, as another
   aggregator may succeed. Once all refuse a fragment, the fragment gets no more versions.
-- An aggregator that has waited for the store for a lease's time to live, and whose own question the
-  store does not answer, releases its fragments if another aggregator may serve one of them, and
-  takes none until the store answers. If the store answers nobody, the last one keeps its own.
+- An aggregator that the store does not answer for half a lease's time to live says so in its own
+  key, and the others ask the store too. If it answers one of them, who is cut off releases what
+  others may serve, and counts as absent until it is answered. Else nothing changes owners.
 """
 
 import asyncio
@@ -86,7 +86,9 @@ class Leases:
         self._lost: set[int] = set()
         self._done: set[int] = set()
         self._refuses: set[int] = set()
+        # Whether it publishes that it is cut off from the store, and whether it acts by that.
         self._cut_off = False
+        self._yields = False
         self._stopped: set[int] = set()
 
     async def hold(
@@ -163,19 +165,16 @@ class Leases:
         prefix = names.aggregator_lease(self._context.run, "")
         standing = [self._standing(key, now_s) for key in self._seen if key.startswith(prefix)]
         members = {
-            lease.life: self._terms(
+            lease.life: AggregatorTerms(
                 None if lease.pinned is None else frozenset(lease.pinned),
-                lease.refuses,
+                frozenset(lease.refuses),
                 lease.cut_off,
             )
             for lease in standing
             if lease is not None
         }
-        return members | {self._life: self._terms(self._pinned, self._refuses, self._cut_off)}
-
-    def _terms(self, pinned: Pinned, refuses: Iterable[int], cut_off: bool) -> AggregatorTerms:
-        everything = range(len(self._context.layout.fragments))
-        return AggregatorTerms(pinned, frozenset(everything if cut_off else refuses))
+        own = AggregatorTerms(self._pinned, frozenset(self._refuses), self._yields)
+        return members | {self._life: own}
 
     def _publish_terms(self) -> None:
         self._renewed_at_s = -self._ttl_s  # At the next check.
@@ -198,39 +197,47 @@ class Leases:
     # What this one does
 
     async def _watch_store(self) -> None:
-        """Notes for how long the store does not answer this process; never returns."""
-        retries, waits_since_s = self._context.runtime.retries, _now_s()
+        """Asks the store, where this process waits for it or another one is cut off from it."""
+        retries = self._context.runtime.retries
         while True:
             await asyncio.sleep(min(LOOK_S, self._ttl_s / 5))
-            if not (self._cut_off or retries.waits_for("store")):
-                waits_since_s = _now_s()
-            elif self._cut_off or _now_s() - waits_since_s > self._ttl_s:
-                answers = await self._store_answers()
-                alone = not any(map(self.others_may_serve, self._held))
-                self._note_cut_off(not answers and (self._cut_off or not alone))
+            others = self._members(_now_s()).values()
+            if retries.waits_for("store") or any(one.cut_off for one in others):
+                await self._ask_until_answered()
 
-    async def _store_answers(self) -> bool:
-        name = names.layout_object(self._context.run, self._context.layout.digest)
-        runtime, store = self._context.runtime, self._context.store
+    async def _ask_until_answered(self) -> None:
+        """Asks the store until it answers; publishes meanwhile that it does not, and yields."""
+        context, began_s = self._context, _now_s()
+        with context.runtime.retries.note("an answer of the store") as fault:
+            while (error := await self._no_answer()) is not None:
+                fault(error)
+                waited_s = _now_s() - began_s
+                if waited_s > self._ttl_s / 2 and not self._cut_off:
+                    self._cut_off = True
+                    self._publish_terms()
+                    context.logger.warning("cut_off_from_store", fragments=sorted(self._held))
+                # The others have had time to ask, and to say that it does not answer them either.
+                self._yields = waited_s > self._ttl_s + 2 * LOOK_S
+                await asyncio.sleep(min(LOOK_S, self._ttl_s / 5))
+        if self._cut_off:
+            self._cut_off = self._yields = False
+            self._publish_terms()
+            context.logger.info("store_answers_again")
+
+    async def _no_answer(self) -> StoreError | None:
+        """Returns the error with which the store fails to answer this process; None if it answers.
+
+        The question has no limit of its own, as it may wait for a thread.
+        """
+        context = self._context
+        name = names.layout_object(context.run, context.layout.digest)
         try:
-            # Without a limit of its own: it may wait for a thread, which says nothing of the store.
-            await runtime.call(store.get_range, name, 0, 1)
+            await context.runtime.call(context.store.get_range, name, 0, 1)
         except ObjectMissingError:
-            return True
-        except StoreError:
-            return False
-        return True
-
-    def _note_cut_off(self, cut_off: bool) -> None:
-        if cut_off == self._cut_off:
-            return
-        self._cut_off = cut_off
-        self._publish_terms()
-        if cut_off:
-            fragments = sorted(self._held)
-            self._context.logger.warning("cut_off_from_store", releases=fragments)
-        else:
-            self._context.logger.info("store_answers_again")
+            return None
+        except StoreError as error:
+            return error
+        return None
 
     async def _keep(
         self,

@@ -13,13 +13,17 @@ Pinned = frozenset[int] | None
 
 
 class AggregatorTerms(NamedTuple):
-    """The fragments that a live aggregator is pinned to (None: not pinned), and those it refuses.
+    """The conditions under which a live aggregator owns fragments.
 
-    It refuses fragments that it has failed at; another aggregator may serve them.
+    Attributes:
+        pinned: the fragments that it is pinned to; None: it is not pinned.
+        refuses: fragments that it has failed at; another aggregator may serve them.
+        cut_off: whether the store does not answer it.
     """
 
     pinned: Pinned = None
     refuses: frozenset[int] = frozenset()
+    cut_off: bool = False
 
     def may_serve(self, fragment: int) -> bool:
         """True if the aggregator may own the fragment."""
@@ -50,6 +54,12 @@ def divide(
     """
     held = {fragment for fragment, holder in holders.items() if holder == me}
     free = {fragment for fragment, holder in holders.items() if holder is None}
+    reached = {life: one for life, one in members.items() if not one.cut_off}
+    if reached and me not in reached:
+        served = {f for f in held if any(one.may_serve(f) for one in reached.values())}
+        return OwnershipDivision((), tuple(sorted(served)))
+    # If the store answers nobody, a change of owners would help nobody.
+    members = reached or members
     mine = members[me]
     if mine.pinned is not None:
         # The operator has chosen the fragments, so this aggregator takes no share of the others.

@@ -469,9 +469,8 @@ def _cut_off(run: RunStatus) -> Iterator[Finding]:
         yield Finding(
             severity="warning",
             about=f"aggregator {name}",
-            sentence="the store does not answer it; others serve its fragments meanwhile",
-            advice="look at that machine's network and credentials; it takes fragments again by "
-            "itself",
+            sentence="the store does not answer it; aggregators that it answers take its fragments",
+            advice="look at that machine's network, or, if it answers none, at the store",
             runbook=STORE_AWAY,
         )
 

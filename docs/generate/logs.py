@@ -44,8 +44,8 @@ MEANINGS = {
         "[NATS unreachable](../runbooks/nats-away.md)"
     ),
     "cut_off_from_store": (
-        "the store has not answered this aggregator for a lease's time to live: others serve what"
-        " it `releases`: [the store is away](../runbooks/store-away.md)"
+        "the store does not answer this aggregator, which owns `fragments`: those that it answers"
+        " take them over: [the store is away](../runbooks/store-away.md)"
     ),
     "store_answers_again": "after `cut_off_from_store`: it serves fragments again",
     "renewals_resumed": "after `renewals_lost`: a renewal is stored again",

@@ -13,7 +13,7 @@ from diloco.aggregator import leases
 from diloco.aggregator.core.fragment_division import AggregatorTerms, divide
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names
-from diloco.common.protocol.errors import BusUnavailableError
+from diloco.common.protocol.errors import BusUnavailableError, StoreUnavailableError
 from diloco.common.storage.bus import MemoryBus
 from diloco.run.watch import Watch
 
@@ -139,6 +139,46 @@ def test_who_has_its_share_acquires_no_more():
     assert sorted(divide("other", members, holders, 4).acquire) == [1, 3]
 
 
+def test_who_is_cut_off_counts_as_absent():
+    members = {
+        "cut": AggregatorTerms(cut_off=True),
+        "some": AggregatorTerms(refuses=frozenset({1})),
+        "new": AggregatorTerms(frozenset({2, 3})),
+    }
+    holders = {0: "cut", 1: "cut", 2: "some", 3: "new"}
+    # Nobody else serves fragment 1: to release it would cost a recovery, and bring nothing.
+    assert divide("cut", members, holders, 4) == ((), (0,))
+    assert divide("cut", members, {**holders, 0: None}, 4) == ((), ())
+    assert divide("some", members, {**holders, 0: None}, 4).acquire == (0,)
+    three = dict.fromkeys("abc", AggregatorTerms()) | {"cut": AggregatorTerms(cut_off=True)}
+    owned = dict.fromkeys(range(12))
+    settle(three, owned, 12)
+    assert counts("abc", owned) == [4, 4, 4]
+
+
+def test_if_the_store_answers_nobody_no_fragment_changes_its_owner():
+    members = dict.fromkeys("abc", AggregatorTerms(cut_off=True))
+    holders = dict(enumerate("aabbcc"))
+    assert all(divide(me, members, holders, 6) == ((), ()) for me in members)
+
+
+def test_an_attempt_that_waited_once_is_no_silence_of_the_store(run_async):
+    """A recovery counts as waiting from its first fault to its end, however much it has read."""
+
+    async def scenario():
+        lab = Lab()
+        await lab.create()
+        held = leases.Leases(lab.context, 1.0)
+        with lab.context.runtime.retries.note("recovery") as fault:
+            fault(StoreUnavailableError("one 503"))
+            watching = asyncio.create_task(held._watch_store())
+            await asyncio.sleep(2.5)
+            assert not held._cut_off
+            await cancel(watching)
+
+    run_async(scenario())
+
+
 def test_a_lease_whose_answer_was_lost_is_free_for_its_owner(run_async):
     async def scenario():
         lab = Lab(fragments=2)
@@ -196,7 +236,7 @@ def test_an_aggregator_that_the_store_does_not_answer_is_named(run_async):
         held = leases.Leases(replace(lab.context, name="one"), 60.0)
         found = []
         for cut_off in (False, True):
-            held._note_cut_off(cut_off)
+            held._cut_off = cut_off
             await held.still_ours(0)
             findings = (await Watch(lab.context).begin(1)).findings
             found.append([each for each in findings if "does not answer" in each.sentence])

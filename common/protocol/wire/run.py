@@ -282,7 +282,8 @@ class Lease(Body):
     )
     cut_off: bool = Field(
         default=False,
-        description="the store does not answer this aggregator: it serves no fragment meanwhile",
+        description="the store does not answer this aggregator: it counts as absent while the"
+        " store answers another",
     )
 
 
