@@ -34,6 +34,7 @@ from diloco.common.storage.tape import (
     first_sequence,
     may_be_merged,
     messages_up_to,
+    note_reached,
     publish_once,
     same_tape,
 )
@@ -146,6 +147,8 @@ class Expiry:
             return
         if not same_tape(newest.seq, first_sequence(context.epoch)):
             return  # A new tape has replaced ours, and its lives are not ours to end.
+        # Before the life is ended: the store may be away.
+        earlier = await earlier_positions(context)
         host = f"aggregator {context.name}"
         word = wire.Join(
             run=run,
@@ -166,7 +169,7 @@ class Expiry:
             )
         except SwapLostError:
             return  # The learner is back, or another aggregator was first.
-        reached = await reached_before(context, learner, joined)
+        reached = await reached_before(context, learner, joined, earlier.get(learner, 0))
         position = max(reached.values())
         leave = wire.Leave(
             run=run, learner=learner, incarnation=joined, position=position, fragments=(), by=host
@@ -200,15 +203,20 @@ class Expiry:
         )
 
 
-async def reached_before(context: Context, learner: str, joined: int) -> dict[int | None, int]:
-    """Returns the data positions that a learner reached before a join, by fragment.
+async def reached_before(
+    context: Context, learner: str, joined: int, earlier: int
+) -> dict[int | None, int]:
+    """Returns the data positions that a learner reached before a join, as `data_reached` does.
 
-    The entry of None is the position that the learner's leaves state, or an earlier epoch. Messages
-    are read in order up to that join, so that none is missing. Messages of superseded lives do not
-    count: their updates are rejected.
+    Messages are read in order up to that join, so that none is missing.
+
+    Args:
+        context: the aggregator's context.
+        learner: the learner's name.
+        joined: the join's sequence.
+        earlier: the learner's position when this epoch began.
     """
-    run, earlier = context.run, await earlier_positions(context)
-    found: dict[int | None, int] = {None: earlier.get(learner, 0)}
+    run, found = context.run, dict[int | None, int]({None: earlier})
     joins: list[int] = []
     subjects = [
         names.update(run, learner, "*"),
@@ -225,6 +233,5 @@ async def reached_before(context: Context, learner: str, joined: int) -> dict[in
                 case wire.Manifest() | wire.Leave() if may_be_merged(
                     context, said, message.seq, joins
                 ):
-                    fragment = said.fragment if isinstance(said, wire.Manifest) else None
-                    found[fragment] = max(said.position, found.get(fragment, 0))
+                    note_reached(found, said)
     return found

@@ -15,6 +15,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.reasons import Reason
 from diloco.common.storage.bus import StreamLimits
 from diloco.common.storage.share_allocation import lost_batches
+from diloco.common.storage.tape import data_reached
 from diloco.common.storage.tape.positions import first_sequence
 
 
@@ -103,7 +104,7 @@ def test_what_counts_is_what_was_announced_on_this_tape_before_the_life_was_ende
         joined = await lab.join("a")
         await lab.announce(lab.upload("a", 0).model_copy(update={"position": 99}))
         await leave(99, newer)
-        assert await reached_before(lab.context, "a", joined) == {0: sent.position, None: 9}
+        assert await reached_before(lab.context, "a", joined, 0) == {0: 9, None: 0}
 
     run_async(scenario())
 
@@ -119,9 +120,37 @@ def test_work_of_earlier_tapes_is_not_lost(run_async):
             positions_object=None,
         )  # fmt: skip
         await lab.bus.publish(names.spec(RUN), wire.encode(specification))
+        await lab.join("a")
+        await claim(lab, "a", "begin")
+        sent = lab.upload("a").model_copy(update={"position": 508})
+        await lab.bus.publish(names.update(RUN, "a", 0), wire.encode(sent))
+        expiry = Expiry(context, Hearing(0.0))
+        (begin,) = await claims(lab, "a")
+        expiry._holdings.take(begin, lab.lives["a"] + 1)
+        with contextlib.suppress(TimeoutError):
+            # It would wait for its own word, which nobody reads to it here.
+            await asyncio.wait_for(expiry._expire("a"), 0.5)
+        *_, end = await claims(lab, "a")
+        assert (end.what, end.position, end.lost) == ("end", 508, (0, 8))
+
+    run_async(scenario())
+
+
+def test_a_leave_of_some_fragments_says_nothing_of_others(run_async):
+    async def scenario() -> None:
+        lab = Lab(fragments=3)
+        await lab.create()
+        life = await lab.join("a")
+        for position, fragments in ((9, (0,)), (10, (1,)), (7, ())):
+            word = wire.Leave(
+                run=RUN, learner="a", incarnation=life, position=position, fragments=fragments
+            )
+            await lab.bus.publish(names.leave(RUN, "a"), wire.encode(word))
         joined = await lab.join("a")
-        reached = await reached_before(context, "a", joined)
-        assert lost_batches(500, reached, 2) == (0, 0)
+        reached = {None: 7, 0: 9, 1: 10}
+        assert await data_reached(lab.context, "a") == reached
+        assert await reached_before(lab.context, "a", joined, 0) == reached
+        assert lost_batches(10, reached, 3) == (1, 0, 3)
 
     run_async(scenario())
 

@@ -159,7 +159,7 @@ def test_a_leave_of_another_tapes_life_says_nothing_of_data(run_async):
         assert await data_position(now, "a") == 16
         join = wire.Join(run=RUN, learner="a", layout=now.layout.digest, host="")
         joined = await now.bus.publish(names.join(RUN, "a"), wire.encode(join))
-        assert await reached_before(now, "a", joined) == {None: 16}
+        assert await reached_before(now, "a", joined, 16) == {None: 16}
         lab.context, lab.bus = now, now.bus
         sent = lab.upload("a").model_copy(
             update={"epoch": now.epoch, "incarnation": joined, "seq": 1, "position": 24, "steps": 8}

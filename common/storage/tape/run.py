@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgpack
 
@@ -34,6 +34,7 @@ from diloco.common.storage.tape.messages import check_fits, decode, decode_as
 from diloco.common.storage.tape.positions import read_positions, same_tape
 
 CREATED_LOOK_S = 0.1
+T = TypeVar("T", bound=wire.Body)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,20 +246,30 @@ async def data_reached(
     if earlier is None:
         earlier = await earlier_positions(context)
     fragments = range(len(context.layout.fragments))
-    kinds: dict[str, type[wire.Manifest | wire.Leave]] = {
-        names.leave(run, learner): wire.Leave,
-        **{names.update(run, learner, fragment): wire.Manifest for fragment in fragments},
-    }
-    newest = {subject: await last(subject) for subject in kinds}
+    newest = {at: await last(names.update(run, learner, at)) for at in fragments}
+    last_leave = await last(names.leave(run, learner))
     joins = await _sequences(context, await last(names.join(run, learner)))
     found: dict[int | None, int] = {None: earlier.get(learner, 0)}
-    for subject, message in newest.items():
+    for fragment, message in newest.items():
         if message is not None:
-            position = await _position_on(context, kinds[subject], message, joins)
-            parsed = names.parse_subject(subject)
-            fragment = parsed.fragment if parsed else None
-            found[fragment] = max(position, found.get(fragment, 0))
+            found[fragment] = await _position_of(context, message, joins)
+    if last_leave is not None:
+        # Each of the last ones may be of other fragments.
+        async for said, seq in _readable(context, wire.Leave, last_leave):
+            if may_be_merged(context, said, seq, joins):
+                note_reached(found, said)
     return found
+
+
+def note_reached(found: dict[int | None, int], said: wire.Manifest | wire.Leave) -> None:
+    """Adds the data position of an update, or of a leave, to those that `data_reached` returns."""
+    fragments: tuple[int | None, ...] = (None,)
+    if isinstance(said, wire.Manifest):
+        fragments = (said.fragment,)
+    elif said.fragments:
+        fragments = said.fragments
+    for fragment in fragments:
+        found[fragment] = max(said.position, found.get(fragment, 0))
 
 
 async def earlier_positions(context: RunContext) -> Mapping[str, int]:
@@ -289,40 +300,37 @@ async def _sequences(context: RunContext, newest: Message | None) -> list[int]:
 
     Unreadable messages supersede nobody; aggregators ignore them too.
     """
-    found: list[int] = []
-    if newest is not None:
-        async for message in messages_up_to(context, [newest.subject], newest.seq):
-            with contextlib.suppress(WireError):
-                decode_as(wire.Join, message.subject, message.payload)
-                found.append(message.seq)
-    return found
+    if newest is None:
+        return []
+    return [seq async for _, seq in _readable(context, wire.Join, newest)]
 
 
-async def _position_on(
-    context: RunContext,
-    kind: type[wire.Manifest | wire.Leave],
-    newest: Message,
-    joins: Sequence[int],
-) -> int:
-    """Returns the position in a subject's last message, or the highest in messages that count.
+async def _readable(
+    context: RunContext, kind: type[T], newest: Message
+) -> AsyncIterator[tuple[T, int]]:
+    """Yields the readable messages of the subject of `newest`, up to it, with their sequences."""
+    async for message in messages_up_to(context, [newest.subject], newest.seq):
+        with contextlib.suppress(WireError):
+            yield decode_as(kind, message.subject, message.payload), message.seq
 
-    The last message does not count if it is unreadable, if a newer life had superseded its sender,
-    or if its sender had outlived its tape; an earlier message may then have the position.
+
+async def _position_of(context: RunContext, newest: Message, joins: Sequence[int]) -> int:
+    """Returns the position in a subject's last update, or the highest of all that count.
+
+    The last one does not count if it is unreadable, if a newer life had superseded its sender, or
+    if its sender had outlived its tape; an earlier one may then have the position.
     """
-    subject = newest.subject
     try:
-        said = decode_as(kind, subject, newest.payload)
+        said = decode_as(wire.Manifest, newest.subject, newest.payload)
     except WireError as error:
-        context.logger.warning("unreadable", subject=subject, reason=error.reason)
+        context.logger.warning("unreadable", subject=newest.subject, reason=error.reason)
     else:
         if may_be_merged(context, said, newest.seq, joins):
             return said.position
     position = 0
-    async for message in messages_up_to(context, [subject], newest.seq):
-        with contextlib.suppress(WireError):
-            said = decode_as(kind, subject, message.payload)
-            if may_be_merged(context, said, message.seq, joins):
-                position = max(position, said.position)
+    async for said, seq in _readable(context, wire.Manifest, newest):
+        if may_be_merged(context, said, seq, joins):
+            position = max(position, said.position)
     return position
 
 
