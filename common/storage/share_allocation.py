@@ -9,8 +9,8 @@ Rules:
    batches before that position are done; the others are free. The learner publishes its end. For a
    silent learner an aggregator publishes the end, after ending the learner's life on the tape.
 4. A life inherits what earlier lives of its name held. Its first message voids later messages of
-   those lives, and its end voids later ones of its own. A message of a life that could not have
-   begun before the message's place on the tape is void.
+   those lives, and its end voids later ones of its own. A message is void if its life began on an
+   earlier tape, or could not have begun before the message's place on this one.
 5. Shares of one epoch are all given out before any of the next: only free shares of the earliest
    epoch that has any can be claimed.
 
@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
+from diloco.common.storage.tape.positions import same_tape
 
 # The prefix of message ids of the joins by which aggregators end silent lives.
 EXPIRY = "expiry-"
@@ -111,7 +112,8 @@ class Holdings:
     def take(self, claim: wire.Claim, seq: int) -> bool:
         """Applies the next claim on the tape, at sequence `seq`; returns whether it counts."""
         # A life is the sequence of its join, so it is before its claims; else nobody could end it.
-        if claim.incarnation >= seq:
+        # And who has outlived its tape knows nothing of this one.
+        if claim.incarnation >= seq or not same_tape(claim.incarnation, seq):
             return False
         known = self._learners.setdefault(claim.learner, _LearnerHoldings())
         self.sizes = self.sizes or sizes_of(claim)

@@ -175,7 +175,7 @@ class Checkers:
     def _on_claim(self, message: Message) -> None:
         word = decode_as(wire.Claim, message.subject, message.payload)
         if word.learner != LIAR:
-            self.batches.claim(word)
+            self.batches.claim(word, message.seq)
 
     def _on_update(self, message: Message) -> None:
         try:

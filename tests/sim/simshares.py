@@ -21,6 +21,7 @@ from simtensors import Covers
 
 from diloco.common.protocol import wire
 from diloco.common.storage.share_allocation import EXPIRY, Holding, Sizes
+from diloco.common.storage.tape import same_tape
 
 Batch = tuple[int, int]
 
@@ -114,9 +115,9 @@ class Batches:
         if incarnation == self._newest.get(learner):
             self._said[learner].append(said)
 
-    def claim(self, word: wire.Claim) -> None:
+    def claim(self, word: wire.Claim, seq: int) -> None:
         """Checks the position of an end, and the number of lost batches that a message states."""
-        if word.what == "claim":
+        if word.what == "claim" or not same_tape(word.incarnation, seq):
             return
         if word.what == "end":
             self._injected["expiry"] += word.incarnation in self._expiries

@@ -10,6 +10,7 @@ from diloco.common.process.config import parse_settings
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.share_allocation import Holding, Holdings, Sizes, declared_sizes, end_of
+from diloco.common.storage.tape import first_sequence
 
 SIZES = Sizes(3, 4)
 # Where the tape is by then: behind all joins.
@@ -51,6 +52,17 @@ def test_what_the_run_declares_no_first_claim_changes():
     assert declared_sizes(parse_settings({"run": run})) is None
     with pytest.raises(ConfigError, match="say together"):
         parse_settings({"run": {**run, "data_shares": 3}})
+
+
+def test_who_has_outlived_its_tape_moves_nothing_on_the_next():
+    """Or the learner's next life would wait for the batches before that end for ever."""
+    held = Holdings(SIZES)
+    seq = first_sequence(1) + 20
+    life = first_sequence(1) + 10
+    assert not held.take(word("a", 9, "end", position=25), seq)
+    assert held.take(word("a", life, "begin", position=4), seq + 1)
+    assert held.next_position("a") == 0
+    assert held.take(word("a", life, "claim", position=4), seq + 2)
 
 
 def test_an_end_frees_what_lies_behind_its_position():

@@ -15,6 +15,7 @@ from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.layout import Layout
 from diloco.common.protocol.reasons import Reason
 from diloco.common.protocol.shards import shard_bytes, shard_ranges
+from diloco.common.storage.tape import same_tape
 from diloco.judge.oracle.finding import Violation
 
 
@@ -64,7 +65,7 @@ class Shares:
                 yield from self._manifest(body, seq)
 
     def _claim(self, claim: wire.Claim, seq: int) -> None:
-        if claim.incarnation >= seq:
+        if claim.incarnation >= seq or not same_tape(claim.incarnation, seq):
             return
         if not self._shares:
             self._shares, self._batches = claim.shares, claim.batches
