@@ -160,7 +160,9 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         member = member._replace(final=member.final or manifest.final)
     else:
         given = admission.credit(rules, state, manifest, event.stored_at_s)
-        member = admission.observed(rules, state, manifest, given, event.stored_at_s)
+        # One of an older life: it was over the allowance when it was read before a recovery.
+        if manifest.incarnation == member.incarnation:
+            member = admission.observed(rules, state, manifest, given, event.stored_at_s)
     state = with_member(state, manifest.learner, member)
     waits = Pending(manifest, event.stream_seq, state.now_s, event.stored_at_s, given)
     state = with_pending(state, update, waits)

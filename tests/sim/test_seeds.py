@@ -80,6 +80,12 @@ def test_an_operator_who_was_killed_between_two_words_comes_back_and_lets_learne
     assert outcome.violation is None, explain(outcome)
 
 
+def test_an_update_over_the_allowance_that_is_read_after_a_recovery_is_of_its_own_life():
+    """Its learner has joined again meanwhile: time and speed are the newer life's."""
+    outcome = simulate(Trial(seed=7073, minutes=1.0, learners=3, kinds=FULL))
+    assert outcome.violation is None
+
+
 def test_a_seed_repeats_itself():
     def story(seed):
         outcome = simulate(Trial(seed=seed))
