@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
-from diloco.common.storage.tape.positions import same_tape
+from diloco.common.protocol.sequences import same_tape
 
 # The prefix of message ids of the joins by which aggregators end silent lives.
 EXPIRY = "expiry-"

@@ -13,10 +13,10 @@ from diloco.aggregator.owner.liveness import Expiry, LivenessWatch, reached_befo
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.reasons import Reason
+from diloco.common.protocol.sequences import first_sequence
 from diloco.common.storage.bus import StreamLimits
 from diloco.common.storage.share_allocation import lost_batches
 from diloco.common.storage.tape import data_reached
-from diloco.common.storage.tape.positions import first_sequence
 
 
 async def claim(lab: Lab, learner: str, what: str, share: int = 0) -> None:

@@ -4,20 +4,16 @@
   the length of messages about updates.
 - `reader.py`: reads a whole tape, message by message.
 - `run.py`: a run's context, specification and settings, and the records of its fragments.
-- `positions.py`: where learners of earlier epochs continue their data, and the sequence numbers of
-  each epoch's tape.
+- `positions.py`: where learners of earlier epochs continue their data.
 """
 
+from diloco.common.protocol.sequences import begins_tape, first_sequence, place_on_tape, same_tape
 from diloco.common.storage.store.protocol import get_object, lost_for_good
 from diloco.common.storage.tape.messages import check_length, decode, decode_as
 from diloco.common.storage.tape.positions import (
-    begins_tape,
     by_learner,
     entries,
-    first_sequence,
-    place_on_tape,
     read_positions,
-    same_tape,
     store_positions,
 )
 from diloco.common.storage.tape.reader import (

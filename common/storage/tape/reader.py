@@ -19,11 +19,11 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.protocol.layout import Layout
 from diloco.common.protocol.reasons import Reason
+from diloco.common.protocol.sequences import begins_tape
 from diloco.common.storage.bus import Bus, Message
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.store.protocol import get_object
 from diloco.common.storage.tape.messages import check_length, decode
-from diloco.common.storage.tape.positions import begins_tape
 from diloco.common.storage.tape.run import RunContext, record_of
 
 # The longest wait for a message that the server says it has.

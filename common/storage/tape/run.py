@@ -27,11 +27,12 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.protocol.layout import Layout
 from diloco.common.protocol.reasons import Reason
+from diloco.common.protocol.sequences import same_tape
 from diloco.common.storage.bus import Bus, Message
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.store.protocol import get_object, lost_for_good
 from diloco.common.storage.tape.messages import check_fits, decode, decode_as
-from diloco.common.storage.tape.positions import read_positions, same_tape
+from diloco.common.storage.tape.positions import read_positions
 
 CREATED_LOOK_S = 0.1
 T = TypeVar("T", bound=wire.Body)

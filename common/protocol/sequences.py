@@ -1,0 +1,24 @@
+"""The sequence numbers of each epoch's tape. Pure."""
+
+# The sequence numbers of one epoch: thirty thousand years at a message a second.
+SPAN = 10**12
+
+
+def first_sequence(epoch: int) -> int:
+    """Returns the sequence of the first message of an epoch's tape."""
+    return epoch * SPAN + 1
+
+
+def place_on_tape(seq: int) -> int:
+    """Returns the number of a message on its tape, from its sequence; the first is number 1."""
+    return (seq - 1) % SPAN + 1
+
+
+def begins_tape(seq: int) -> bool:
+    """True if `seq` is the sequence of a tape's first message."""
+    return place_on_tape(seq) == 1
+
+
+def same_tape(one_seq: int, other_seq: int) -> bool:
+    """True if two sequences belong to the same tape."""
+    return (one_seq - 1) // SPAN == (other_seq - 1) // SPAN
