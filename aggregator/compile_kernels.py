@@ -15,7 +15,7 @@ from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import Accumulator, segment_norms
 from diloco.aggregator.arrays.outer import close_round, make_outer
 from diloco.common.process.config import SyncSection
-from diloco.common.protocol.code_formats import (
+from diloco.common.protocol.codecs import (
     CODECS,
     Codec,
     Encoded,

@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 
+from diloco.aggregator.checkpoint_and_score_watch import LOOK_S, CheckpointWatch, ScoreWatch
 from diloco.aggregator.compile_kernels import prepare
-from diloco.aggregator.conductor import Conductor
 from diloco.aggregator.context import Context
 from diloco.aggregator.leases import Everything, Leases
 from diloco.aggregator.owner.liveness import Expiry, LivenessWatch
 from diloco.aggregator.owner.owner import Owners
+from diloco.aggregator.stop_and_end import Conductor
 from diloco.aggregator.tape_watch import watch_tape
-from diloco.aggregator.watches import LOOK_S, CheckpointWatch, ScoreWatch
 from diloco.common.process import log
 from diloco.common.process.config import (
     Config,
@@ -23,14 +23,8 @@ from diloco.common.process.config import (
 from diloco.common.process.health import report, tell, tell_stopping
 from diloco.common.process.probes import Probes, make_probes, serving
 from diloco.common.process.retry import Runtime
-from diloco.common.process.tasks import (
-    AskedToStopError,
-    all_of,
-    cancel,
-    first_of,
-    on_signals,
-    unless_asked,
-)
+from diloco.common.process.signals import AskedToStopError, on_signals, unless_asked
+from diloco.common.process.tasks import all_of, cancel, first_of
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Layout, parse_layout

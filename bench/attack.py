@@ -28,7 +28,7 @@ from bench.emulate import LifeSpan, RunOutcome, Start, Weather, World, begin
 from bench.tasks import TURNED, student
 from diloco.common.process.config import RunSettings, make_config
 from diloco.common.protocol import wire
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.wire import WHOLE
 from diloco.learner.task import scores
 

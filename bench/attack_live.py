@@ -45,13 +45,13 @@ from diloco.common.process import log
 from diloco.common.process.config import load_config
 from diloco.common.process.nats_server import NatsServer
 from diloco.common.protocol import names, shards, slices, wire
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.store import DirectoryStore
 from diloco.common.storage.tape import Entry, RunContext, read_item
-from diloco.learner.contract import build_task
-from diloco.operate.auth import files as auth
+from diloco.learner.load_and_check_task import build_task
+from diloco.operate.auth import nats_config_and_credentials as auth
 from diloco.operate.create import create_from
 from diloco.run.cli.opening import OpenRun, open_run
 from diloco.run.model.load import global_arrays

@@ -25,14 +25,15 @@ import numpy as np
 
 from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
-from diloco.aggregator.conductor import NewestRecord, stop_reason
-from diloco.aggregator.core import events, policy, rounds
+from diloco.aggregator.core import events, rounds
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
 from diloco.aggregator.core.updates import UpdateId, update_id
+from diloco.aggregator.stop_and_end import NewestRecord, stop_reason
 from diloco.common.process import cores
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import DivergedError
 from diloco.common.protocol.layout import Layout
 from diloco.learner.core import sync
@@ -52,9 +53,9 @@ from diloco.learner.synchronizer import Losses
 from diloco.learner.task import Batch, Params, Task, held_out_loss
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import copied
-from diloco.learner.tensors.fragment_kernels import vector_of
 from diloco.learner.tensors.inner_step import InnerStep, make_inner_step
 from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt_kernels import vector_of
 from diloco.plan.virtual_time import Timeline, VirtualFragment
 
 
@@ -169,7 +170,9 @@ def _merging() -> Any:
 class VirtualOwner(VirtualFragment):
     """The aggregator of one fragment, which merges tensors."""
 
-    def __init__(self, world: "World", rules: policy.FragmentRules, arrays: FragmentArrays) -> None:
+    def __init__(
+        self, world: "World", rules: formulas.FragmentRules, arrays: FragmentArrays
+    ) -> None:
         super().__init__(rules, world.time, shards.digest(arrays.view))
         self.world, self.arrays = world, arrays
         self.payloads: dict[UpdateId, Payload] = {}
@@ -442,7 +445,7 @@ class World:
         settings, layout = self.settings, self.start.layout
         view = vector_of(layout, fragment, tree.by_name(self.start.params.params))
         arrays = FragmentArrays.from_view(settings, layout, fragment, view, cores.available())
-        return self.owner(self, policy.fragment_rules(settings, layout, fragment), arrays)
+        return self.owner(self, formulas.fragment_rules(settings, layout, fragment), arrays)
 
     def _has_its_steps(self) -> bool:
         stop_steps = self.weather.stop_steps

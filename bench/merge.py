@@ -55,7 +55,7 @@ from diloco.aggregator.arrays.outer import close_round, make_outer
 from diloco.common.process import cores
 from diloco.common.process.config import make_config
 from diloco.common.protocol import shards
-from diloco.common.protocol.code_formats import Encoded, aligned_zeros
+from diloco.common.protocol.codecs import Encoded, aligned_zeros
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.common.protocol.shards import pack, unpack
 from diloco.common.storage.store.directory import DirectoryStore

@@ -32,7 +32,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.harness import run_part
-from diloco.aggregator.core import events, machine, memory, policy
+from diloco.aggregator.core import events, machine, memory
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.events import Fetch
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import UpdateId
@@ -238,7 +239,7 @@ class Measured(NamedTuple):
     seconds: float
 
 
-def make_rules(shard_elements: int) -> policy.FragmentRules:
+def make_rules(shard_elements: int) -> formulas.FragmentRules:
     """Rules of the first of 24 fragments of a model of 400 M parameters."""
     document = {
         "run": {"name": "bench", "steps": (1 << 31) - 1},
@@ -251,10 +252,10 @@ def make_rules(shard_elements: int) -> policy.FragmentRules:
     ]
     layout = make_layout(tensors, fragments=FRAGMENTS, block=BLOCK)
     settings = make_config(document, source="bench").settings()
-    return policy.fragment_rules(settings, layout, 0)
+    return formulas.fragment_rules(settings, layout, 0)
 
 
-def manifest(rules: policy.FragmentRules, learner: int, seq: int, base: int) -> wire.Manifest:
+def manifest(rules: formulas.FragmentRules, learner: int, seq: int, base: int) -> wire.Manifest:
     """A manifest as an honest learner sends it; its incarnation is its place in the fleet."""
     name, incarnation = f"learner-{learner}", learner + 1
     cuts = shards.shard_ranges(rules.size, rules.block, rules.shard_elements)
@@ -291,7 +292,7 @@ def manifest(rules: policy.FragmentRules, learner: int, seq: int, base: int) -> 
     )
 
 
-def play(rules: policy.FragmentRules, manifests: list[list[wire.Manifest]]) -> Measured:
+def play(rules: formulas.FragmentRules, manifests: list[list[wire.Manifest]]) -> Measured:
     """Every round of the run, from joins to the last commit."""
     state = beginning()
     count = 0
@@ -333,7 +334,7 @@ def beginning() -> State:
 
 
 def fleet(
-    rules: policy.FragmentRules, learners: int = LEARNERS, rounds: int = ROUNDS
+    rules: formulas.FragmentRules, learners: int = LEARNERS, rounds: int = ROUNDS
 ) -> list[list[wire.Manifest]]:
     """The manifests of each round."""
     return [

@@ -55,7 +55,7 @@ from diloco.common.process.config import Config, LearnerSection, RunSettings, lo
 from diloco.common.process.nats_server import NatsServer
 from diloco.common.process.probes import make_probes
 from diloco.common.process.retry import Runtime
-from diloco.common.protocol.code_formats import CODECS, Encoded
+from diloco.common.protocol.codecs import CODECS, Encoded
 from diloco.learner.background import Context
 from diloco.learner.island import Island
 from diloco.learner.library import Learner, alive
@@ -63,7 +63,7 @@ from diloco.learner.life import Life
 from diloco.learner.member import Member
 from diloco.learner.tensors.checkpoint import Folder
 from diloco.learner.tensors.quantize_and_pack import encode, encode_blocks
-from diloco.learner.wire.recovery import Saver
+from diloco.learner.wire.checkpoint_save_and_restore import Saver
 
 # --- Steps per second
 

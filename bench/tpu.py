@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import jax
 
 from diloco.common.process.config import make_config
-from diloco.common.protocol.code_formats import CODECS
+from diloco.common.protocol.codecs import CODECS
+from diloco.learner.collectives import exchanges, received_by_kind
 from diloco.learner.dry_run import (
     CompiledProgram,
     compile_step,
@@ -24,9 +25,8 @@ from diloco.learner.dry_run import (
     fragment_shapes,
     programs,
 )
-from diloco.learner.exchanges import exchanges, received_by_kind
 from diloco.learner.island import Island
-from diloco.learner.tensors.fragment_kernels import Kernels
+from diloco.learner.tensors.send_and_adopt_kernels import Kernels
 from diloco.learner.topology import tpu_devices
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
         TaskError,
     )
     from diloco.common.protocol.layout import TensorHint
-    from diloco.learner.batch_order import GrainData
-    from diloco.learner.contract import check_task, load_task
     from diloco.learner.library import Learner, join
+    from diloco.learner.load_and_check_task import check_task, load_task
+    from diloco.learner.select_examples import GrainData
     from diloco.learner.task import Batch, Params, Task, Variables
     from diloco.learner.tensors.inner_step import by_clock
     from diloco.learner.tensors.mesh import constrain
@@ -100,7 +100,7 @@ _NAMES = {
     "diloco.models.decoders.causal_lm": ("CausalLM",),
     "diloco.models.frameworks.loop": ("create_tensors", "join_tensors", "load_tensors"),
     "diloco.models.frameworks.tensors": ("Leaf",),
-    "diloco.learner.contract": ("check_task", "load_task"),
+    "diloco.learner.load_and_check_task": ("check_task", "load_task"),
     "diloco.learner.library": ("Learner", "join"),
     "diloco.learner.tensors.inner_step": ("by_clock",),
     "diloco.learner.tensors.mesh": ("constrain",),
@@ -111,7 +111,7 @@ _NAMES = {
         "muon",
         "warmup_cosine",
     ),
-    "diloco.learner.batch_order": ("GrainData",),
+    "diloco.learner.select_examples": ("GrainData",),
     "diloco.learner.task": ("Batch", "Params", "Task", "Variables"),
     "diloco.run.model.follow": ("follow",),
     "diloco.run.model.load": ("load",),

@@ -141,7 +141,7 @@ def _try_task(config: "Config", learner: str, steps: int) -> int:
     """Take some steps of the task, the first to compile it, and print the outcome."""
     if not steps:
         return 0
-    from diloco.learner.trial import tried
+    from diloco.learner.try_task import tried
 
     trial = tried(config, learner, max(steps, 2))
     for name, value in trial.facts:

@@ -14,9 +14,9 @@ from diloco.common.process.config import Config, tasks_of_step
 from diloco.common.process.health import tell
 from diloco.common.process.probes import Probes, make_probes, serving
 from diloco.common.process.retry import Runtime
-from diloco.common.process.tasks import AskedToStopError, on_signals
+from diloco.common.process.signals import AskedToStopError, on_signals
 from diloco.common.protocol.errors import ConfigError, HostLostError, status_of
-from diloco.learner.compiled import CompiledPrograms, keep_programs
+from diloco.learner.compilation_cache import CompiledPrograms, keep_programs
 from diloco.learner.hosts.messages import MEET_S, end_if_hanging
 from diloco.learner.island import Island
 from diloco.learner.library import check_name, joined, member_of

@@ -20,16 +20,22 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from diloco.common.process.config import Config, LearnerSection, SyncSection, sync_of
 from diloco.common.protocol import shards, slices
-from diloco.common.protocol.code_formats import Codec, Encoded, code_count, code_dtype, scale_count
+from diloco.common.protocol.codecs import Codec, Encoded, code_count, code_dtype, scale_count
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Fragment
-from diloco.learner.exchanges import exchanges, received_by_kind
+from diloco.learner.collectives import exchanges, received_by_kind
 from diloco.learner.island import Island
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.fragment_kernels import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.tensors.mesh import single
 from diloco.learner.tensors.placement import make_ownership
 from diloco.learner.tensors.replica import anchor_memory
+from diloco.learner.tensors.send_and_adopt_kernels import (
+    Blocks,
+    Codes,
+    Kernels,
+    Leaves,
+    make_kernels,
+)
 from diloco.learner.tensors.utilization import memory_bytes
 
 

@@ -29,10 +29,10 @@ from diloco.learner.life import (
 )
 from diloco.learner.synchronizer import Meter, Synchronizer, never
 from diloco.learner.tensors import tree
+from diloco.learner.wire.checkpoint_save_and_restore import Restored, readable_parts
 from diloco.learner.wire.claims import GrantedShares
 from diloco.learner.wire.publish import Uploader
 from diloco.learner.wire.receive import VersionFetcher
-from diloco.learner.wire.recovery import Restored, readable_parts
 
 
 @contextlib.contextmanager

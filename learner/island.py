@@ -12,7 +12,7 @@ import numpy as np
 
 from diloco.common.process.config import Config
 from diloco.common.protocol.layout import Layout
-from diloco.learner.contract import run_task
+from diloco.learner.load_and_check_task import run_task
 from diloco.learner.task import Batch, Holder, Params, Task, hint_of
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import InnerStep, key_of, make_inner_step

@@ -48,6 +48,13 @@ from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import CheckpointFolder
 from diloco.learner.tensors.replica import Replica
+from diloco.learner.wire.checkpoint_save_and_restore import (
+    CheckpointId,
+    Restored,
+    Saver,
+    readable_parts,
+    restore,
+)
 from diloco.learner.wire.claims import Claims
 from diloco.learner.wire.incarnation import (
     Joined,
@@ -58,13 +65,6 @@ from diloco.learner.wire.incarnation import (
 )
 from diloco.learner.wire.publish import Publisher, Uploader
 from diloco.learner.wire.receive import Receiver, VersionFetcher, load, start_at, whole
-from diloco.learner.wire.recovery import (
-    CheckpointId,
-    Restored,
-    Saver,
-    readable_parts,
-    restore,
-)
 
 # Seconds that the error which ends a life waits for the last heartbeat to be sent.
 LAST_WORD_S = 3.0

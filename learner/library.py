@@ -28,7 +28,8 @@ from diloco.common.process.accelerators import find_accelerators, unused
 from diloco.common.process.config import Config, allows_accelerators, load_config
 from diloco.common.process.probes import Probes, make_probes, serving
 from diloco.common.process.retry import Runtime
-from diloco.common.process.tasks import AskedToStopError, asked_by_signals, running_loop
+from diloco.common.process.signals import AskedToStopError, asked_by_signals
+from diloco.common.process.tasks import running_loop
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import (
     ConfigError,

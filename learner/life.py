@@ -26,7 +26,7 @@ from diloco.common.process.health import (
 from diloco.common.process.metrics import Metrics
 from diloco.common.process.probes import Probes
 from diloco.common.process.retry import Runtime
-from diloco.common.process.tasks import unless_asked
+from diloco.common.process.signals import unless_asked
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError, DilocoError, Exit, HostLostError
 from diloco.common.protocol.frozen import Frozen, Index
@@ -45,13 +45,13 @@ from diloco.learner.tensors.checkpoint import CheckpointFolder, copied
 from diloco.learner.tensors.mesh import open_groups
 from diloco.learner.tensors.placement import placed
 from diloco.learner.tensors.replica import Replica
-from diloco.learner.wire.claims import GrantedShares
-from diloco.learner.wire.recovery import (
+from diloco.learner.wire.checkpoint_save_and_restore import (
     PatientFetch,
     Restored,
     Saver,
     open_folder,
 )
+from diloco.learner.wire.claims import GrantedShares
 
 T = TypeVar("T")
 # Seconds between two lines on a terminal.

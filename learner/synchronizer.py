@@ -40,7 +40,7 @@ from diloco.learner.core.events import (
 from diloco.learner.core.handover import Arrived, Boundary, Decoded, Done, Outbox, Outgoing, Then
 from diloco.learner.task import Params
 from diloco.learner.tensors.replica import Delta, PendingView, Replica
-from diloco.learner.wire.recovery import Saver, TrainingProgress
+from diloco.learner.wire.checkpoint_save_and_restore import Saver, TrainingProgress
 
 # Weight of the newest step in the averages of loss, metrics and step time.
 EMA = 0.1

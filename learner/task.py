@@ -4,7 +4,7 @@ A task is a record of plain functions: how parameters are initialized, the loss 
 batches, and the evaluation of parameters. The system does the rest (learners, fragments, merging).
 A user's module has a function `build(*, steps, seed, **options) -> Task`.
 
-Rules, checked by `contract.load_task` before anything is allocated:
+Rules, checked by `load_and_check_task.load_task` before anything is allocated:
   1. `init` gives the same structure, shapes and dtypes for every key, and every leaf has a name of
      its own. Leaves are floating, integer or bool. It gives parameters, of which the floating ones
      are trained; or `Variables`, which hold frozen leaves and state apart.

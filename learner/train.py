@@ -11,7 +11,7 @@ import numpy as np
 
 from diloco.common.process import log
 from diloco.common.protocol.errors import TaskError
-from diloco.learner import contract
+from diloco.learner import load_and_check_task
 from diloco.learner.island import Island
 from diloco.learner.library import Learner
 from diloco.learner.task import Params
@@ -63,7 +63,7 @@ class TaskProgram:
             batch = next(batches, None)
             if batch is None:  # claimed shares end with the run; other data has no end
                 if shared is None:
-                    raise contract.batches_ended(f"batch number {learner.position}")
+                    raise load_and_check_task.batches_ended(f"batch number {learner.position}")
                 break
             began_s = time.perf_counter()
             params, state, outcome = self._step(

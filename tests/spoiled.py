@@ -35,8 +35,8 @@ from diloco.common.storage.tape import last_record, messages_of
 from diloco.common.storage.views import load_view
 from diloco.learner.task import Task
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.fragment_kernels import vector_of
 from diloco.learner.tensors.quantize_and_pack import encode
+from diloco.learner.tensors.send_and_adopt_kernels import vector_of
 from diloco.operate.create import create_run
 from diloco.replay.bundle import run_bundle
 from diloco.replay.options import BundleOptions

@@ -6,7 +6,7 @@ import numpy as np
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import Accumulator
 from diloco.aggregator.arrays.outer import OuterOptimizer, State, close_round, make_outer
-from diloco.common.protocol.code_formats import Codec, Encoded
+from diloco.common.protocol.codecs import Codec, Encoded
 
 NO_SCALES = np.empty(0, ml_dtypes.bfloat16)
 

@@ -7,7 +7,7 @@ from diloco.aggregator.arrays import centering, merge, outer
 from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import Accumulator, Norms
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 
 
 class Arithmetic(NamedTuple):

@@ -28,7 +28,7 @@ import numpy as np
 from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import CHUNK, Contribution, Norms, share_of
-from diloco.common.protocol.code_formats import (
+from diloco.common.protocol.codecs import (
     Codec,
     Encoded,
     code_count,

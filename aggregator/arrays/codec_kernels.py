@@ -33,7 +33,7 @@ from numba.extending import overload
 
 from diloco.aggregator.arrays.prefetch import NEAR, fetch
 from diloco.aggregator.kernel_cache import compiled
-from diloco.common.protocol.code_formats import GREATEST_SCALE, GREATEST_VALUE, LEAST_SCALE
+from diloco.common.protocol.codecs import GREATEST_SCALE, GREATEST_VALUE, LEAST_SCALE
 
 f32, i8, i16, i32 = np.float32, np.int8, np.int16, np.int32
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64

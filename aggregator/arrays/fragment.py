@@ -18,7 +18,7 @@ from diloco.aggregator.arrays.outer import OuterOptimizer, State
 from diloco.aggregator.core.updates import Admitted
 from diloco.common.process.config import RunSettings, averaged_settings, settings_of
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.code_formats import Codec, Encoded, aligned_empty, aligned_zeros
+from diloco.common.protocol.codecs import Codec, Encoded, aligned_empty, aligned_zeros
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.layout import Layout
 from diloco.common.protocol.shards import Buffers
@@ -263,7 +263,7 @@ class FragmentArrays:
 
         Args:
             record: the version's record.
-            read: returns an input's verified parts, like `fetcher.read_input`.
+            read: returns an input's verified parts, like `download_and_verify.read_input`.
 
         Raises:
             IntegrityError: an input is gone or damaged, the record does not fit this fragment's

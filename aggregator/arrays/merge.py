@@ -41,7 +41,7 @@ from diloco.aggregator.arrays.codec_kernels import (
 from diloco.aggregator.arrays.grid import Grid, PieceRun, share_out
 from diloco.aggregator.arrays.prefetch import FAR, NEAR, fetch, fetch_row
 from diloco.aggregator.kernel_cache import compiled
-from diloco.common.protocol.code_formats import (
+from diloco.common.protocol.codecs import (
     FORMS,
     Codec,
     Encoded,

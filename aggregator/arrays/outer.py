@@ -23,7 +23,7 @@ from diloco.aggregator.arrays.grid import Grid, PieceRun, share_out
 from diloco.aggregator.arrays.merge import Accumulator, as_bits
 from diloco.aggregator.arrays.prefetch import NEAR, fetch_row
 from diloco.aggregator.kernel_cache import compiled
-from diloco.common.protocol.code_formats import (
+from diloco.common.protocol.codecs import (
     Codec,
     Encoded,
     aligned_empty,

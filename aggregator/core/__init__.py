@@ -1,18 +1,18 @@
 """The aggregator's core: what it decides, without IO, clock, randomness, threads or logging.
 
-policy.py     formulas: weight, discount, quorum, pace, grace, moving averages
-state.py      the state of the machine of one fragment
-members.py    its learners, medians over them, and liveness from heartbeats
-updates.py    its waiting, merged and rejected updates
-persistent.py immutable collections
-events.py     its inputs (events), and what it asks its driver for (effects)
-machine.py    step(rules, state, event) -> (state, effects)
-admission.py  which updates are merged, and from whom; their credited steps, tokens, weight, norm
-rounds.py     when a round opens and closes, and when the machine wants a timer
-memory.py     the part of the state that records carry to the next owner
-decisions.py  decisions as a record states them, and making them again from a tape
-garbage.py    which messages and objects of a fragment can be removed
-fragment_division.py  which fragments an aggregator acquires and releases
+weight_quorum_pace.py    formulas: weight, discount, quorum, pace, grace, moving averages
+state.py                 the state of the machine of one fragment
+members.py               its learners, medians over them, and liveness from heartbeats
+updates.py               its waiting, merged and rejected updates
+immutable_collections.py maps, sorted values and counts that change at little cost
+events.py                its inputs (events), and what it asks its driver for (effects)
+machine.py               step(rules, state, event) -> (state, effects)
+admission.py             which updates are merged, and from whom; their credited steps and tokens
+rounds.py                when a round opens and closes, and when the machine wants a timer
+memory.py                the part of the state that records carry to the next owner
+decisions.py             decisions as a record states them, and making them again from a tape
+garbage.py               which messages and objects of a fragment can be removed
+fragment_division.py     which fragments an aggregator acquires and releases
 
 Comments in these files say why a rule is there, and name the invariant that it keeps:
 

@@ -10,11 +10,12 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from diloco.aggregator.core import events, policy
+from diloco.aggregator.core import events
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.members import GREATEST, Member
-from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import Allowance, Quarantine, State
 from diloco.aggregator.core.updates import RejectedUpdate, Resolved, UpdateCredit, UpdateId
+from diloco.aggregator.core.weight_quorum_pace import FragmentRules
 from diloco.common.process.config import BoundsSection
 from diloco.common.protocol import names, slices, wire
 from diloco.common.protocol.errors import WireError
@@ -291,8 +292,8 @@ def passed_s(member: Member, stored_at_s: float, now_s: float) -> float:
     """Returns the seconds between a learner's previous update and one stored and read now."""
     if stored_at_s < member.heard_at_s and member.read_at_s:
         # The server's clock was set back, so use our own.
-        return policy.elapsed_s(member.read_at_s, now_s)
-    return policy.elapsed_s(member.heard_at_s, stored_at_s)
+        return formulas.elapsed_s(member.read_at_s, now_s)
+    return formulas.elapsed_s(member.heard_at_s, stored_at_s)
 
 
 def available_s(member: Member, stored_at_s: float, now_s: float) -> float:
@@ -326,7 +327,7 @@ def greatest_weight(rules: FragmentRules, learner: str, usual: float | None, had
 
 
 def credit(
-    rules: policy.FragmentRules, state: State, manifest: wire.Manifest, stored_at_s: float
+    rules: formulas.FragmentRules, state: State, manifest: wire.Manifest, stored_at_s: float
 ) -> UpdateCredit:
     """Returns the steps, tokens and weight that an announced update is credited with."""
     bounds = rules.bounds
@@ -340,9 +341,9 @@ def credit(
     declared = bounds.of(learner).max_tokens_per_step or bounds.max_tokens_per_step
     tokens = max(1, min(tokens, declared * steps))
     heaviest = greatest_weight(rules, learner, members.others_tokens_rate(learner), had_s)
-    if policy.weight(tokens, steps) > heaviest * (1 + ROUNDING):
+    if formulas.weight(tokens, steps) > heaviest * (1 + ROUNDING):
         tokens = max(1, int(math.sqrt(heaviest * steps)))
-    return UpdateCredit(steps, tokens, policy.weight(tokens, steps, averaged=rules.averaged))
+    return UpdateCredit(steps, tokens, formulas.weight(tokens, steps, averaged=rules.averaged))
 
 
 def observed(
@@ -366,14 +367,14 @@ def observed(
     # to the next.
     usual = state.members.others_tokens_rate(learner)
     heaviest_per_s = greatest_weight(rules, learner, usual, 1.0)
-    needed_s = max(given.steps / most, policy.weight(given.tokens, given.steps) / heaviest_per_s)
+    needed_s = max(given.steps / most, formulas.weight(given.tokens, given.steps) / heaviest_per_s)
     left_s = min(had_s - needed_s, passed_s(member, stored_at_s, state.now_s))
     claimed = min(manifest.tokens / manifest.steps, GREATEST)
     return member._replace(
         final=member.final or manifest.final,
-        step_time_s=policy.ema(member.step_time_s, manifest.step_time_s),
-        tokens_per_step=policy.ema(member.tokens_per_step, claimed),
-        weight=policy.ema(member.weight, given.weight),
+        step_time_s=formulas.ema(member.step_time_s, manifest.step_time_s),
+        tokens_per_step=formulas.ema(member.tokens_per_step, claimed),
+        weight=formulas.ema(member.weight, given.weight),
         heard_at_s=stored_at_s,
         read_at_s=state.now_s,
         speed=speed,

@@ -28,10 +28,10 @@ Rules of the core:
 from collections.abc import Callable
 from typing import Any
 
-from diloco.aggregator.core import admission, events, memory, policy, rounds
+from diloco.aggregator.core import admission, events, memory, rounds
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.events import Discard, Ignored, Merge, Result
 from diloco.aggregator.core.members import Member
-from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import (
     NOBODY,
     State,
@@ -52,6 +52,7 @@ from diloco.aggregator.core.updates import (
     UpdateId,
     refuse,
 )
+from diloco.aggregator.core.weight_quorum_pace import FragmentRules
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import Reason
 
@@ -247,7 +248,7 @@ def _admit(
         pending.stream_seq,
         pending.credit,
         staleness,
-        policy.discount(rules.staleness, staleness),
+        formulas.discount(rules.staleness, staleness),
         clip,
         event.norm,
         pending.announced_at_s,
@@ -359,9 +360,9 @@ def _on_made(rules: FragmentRules, state: State, event: events.Made) -> Result:
 
 def _on_committed(rules: FragmentRules, state: State, event: events.Committed) -> Result:
     assert state.storing is not None
-    storing, took_s = state.storing, policy.elapsed_s(state.closed_at_s, event.at_s)
+    storing, took_s = state.storing, formulas.elapsed_s(state.closed_at_s, event.at_s)
     # The grace window leaves room for the time of a commit, as learners cannot adopt before it.
-    sync_s = policy.sync_s(state.sync_s, took_s) if storing.published else state.sync_s
+    sync_s = formulas.sync_s(state.sync_s, took_s) if storing.published else state.sync_s
     state = state._replace(record_seq=event.record_seq, storing=None, sync_s=sync_s)
     state = with_observation(state, "committed", event.at_s, NOBODY, 0.0)
     state, effects = rounds.go_on(rules, state, event.at_s)

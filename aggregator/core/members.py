@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from diloco.aggregator.core.persistent import PersistentMap, Ranked, Tally
+from diloco.aggregator.core.immutable_collections import PersistentMap, Ranked, Tally
 
 # Rounds stop waiting for a learner that had no update in this many rounds in a row.
 PATIENCE = 3

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from diloco.aggregator.core.immutable_collections import PersistentMap
 from diloco.aggregator.core.members import LIVES, PATIENCE, Member, Members
-from diloco.aggregator.core.persistent import PersistentMap
 from diloco.aggregator.core.state import (
     NOBODY,
     Allowance,

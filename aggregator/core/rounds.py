@@ -4,9 +4,9 @@ Pace delays the close of a round, never its work: updates are read and merged fr
 last version is made. So a slow store delays the version, and excludes no update that was in time.
 """
 
-from diloco.aggregator.core import admission, memory, policy
+from diloco.aggregator.core import admission, memory
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.events import AskCut, Commit, Fetch, OpenRound, Result
-from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import (
     Cut,
     State,
@@ -18,6 +18,7 @@ from diloco.aggregator.core.state import (
     with_round_of,
 )
 from diloco.aggregator.core.updates import RejectedUpdate, Resolved, WaitingUpdates, refuse
+from diloco.aggregator.core.weight_quorum_pace import FragmentRules
 from diloco.common.protocol.layout import next_step
 from diloco.common.protocol.reasons import Reason
 
@@ -61,7 +62,7 @@ def step_share(state: State, *, participation: bool, centered: bool) -> float:
     # A learner alone in a round takes only its share of a step, even without `participation`.
     senders = len(state.admitted.senders)
     part = share(state) if participation or senders == 1 else 1.0
-    return part * policy.mean_growth(senders) if centered else part
+    return part * formulas.mean_growth(senders) if centered else part
 
 
 def share(state: State) -> float:
@@ -194,7 +195,7 @@ def _pace_time_s(rules: FragmentRules, state: State) -> float:
     interval_steps = _next_step(rules, state) - state.global_step
     members = state.members
     step_s = members.usual_step_s() if rules.robust else members.fastest_step_s()
-    return state.closed_at_s + policy.pace_s(rules, step_s, interval_steps)
+    return state.closed_at_s + formulas.pace_s(rules, step_s, interval_steps)
 
 
 def _opens_at_s(rules: FragmentRules, state: State) -> float | None:
@@ -219,7 +220,7 @@ def _grace_ends_s(rules: FragmentRules, state: State) -> float:
     if rules.lockstep:
         return hard_s
     usual_s = state.members.usual_step_s()
-    grace_s = policy.grace_s(rules, usual_s, state.quorum_s, state.sync_s)
+    grace_s = formulas.grace_s(rules, usual_s, state.quorum_s, state.sync_s)
     return min(hard_s, state.quorum_at_s + grace_s)
 
 
@@ -263,15 +264,15 @@ def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
     # A fleet smaller than K must still make versions, except in lockstep.
     least = rules.quorum.min_learners
     there = len(state.members.awaited)
-    quorum = least if rules.lockstep else policy.effective_quorum(rules.quorum, there)
+    quorum = least if rules.lockstep else formulas.effective_quorum(rules.quorum, there)
     if rules.robust:
-        quorum = max(quorum, policy.robust_quorum(there, state.version))
+        quorum = max(quorum, formulas.robust_quorum(there, state.version))
     reached = len(state.voices) >= quorum
     if state.phase == "open" and reached:
         reached_at_s = max(state.opened_at_s, now_s)
-        waited_s = policy.elapsed_s(state.opened_at_s, reached_at_s)
+        waited_s = formulas.elapsed_s(state.opened_at_s, reached_at_s)
         # Time spent waiting for the quorum is subtracted from the grace window (P, Eq. 3).
-        quorum_s = policy.ema(state.quorum_s, waited_s)
+        quorum_s = formulas.ema(state.quorum_s, waited_s)
         return state._replace(phase="grace", quorum_at_s=reached_at_s, quorum_s=quorum_s)
     if state.phase == "grace" and not reached:
         return state._replace(phase="open", quorum_at_s=0.0)

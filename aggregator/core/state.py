@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from diloco.aggregator.core.immutable_collections import PersistentMap, Tally
 from diloco.aggregator.core.members import Member, Members
-from diloco.aggregator.core.persistent import PersistentMap, Tally
 from diloco.aggregator.core.updates import (
     Admitted,
     MergedUpdates,

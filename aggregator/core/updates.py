@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, NamedTuple, Self, TypeVar, overload
 
-from diloco.aggregator.core.persistent import PersistentMap, Ranked, Tally
+from diloco.aggregator.core.immutable_collections import PersistentMap, Ranked, Tally
 from diloco.common.protocol import wire
 
 

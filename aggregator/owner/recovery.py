@@ -13,12 +13,12 @@ from diloco.aggregator.arrays.arithmetic import PRODUCTION
 from diloco.aggregator.arrays.fragment import FragmentArrays, unmergeable
 from diloco.aggregator.context import Context
 from diloco.aggregator.owner.committer import cited
-from diloco.aggregator.owner.fetcher import read_input
+from diloco.aggregator.owner.download_and_verify import read_input
 from diloco.common.process import cores
 from diloco.common.process.config import RunSettings
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import DilocoError, IntegrityError, ObjectMissingError, WireError
 from diloco.common.storage.tape import (
     get_object,

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from diloco.aggregator.arrays.fragment import Payload
 from diloco.aggregator.context import Context
-from diloco.aggregator.core import admission, events, machine, memory, policy, rounds
+from diloco.aggregator.core import admission, events, machine, memory, rounds
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.events import (
     AskCut,
     Commit,
@@ -23,11 +24,11 @@ from diloco.aggregator.core.events import (
     Merge,
     OpenRound,
 )
-from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import Quarantine
 from diloco.aggregator.core.updates import UpdateId, update_id
+from diloco.aggregator.core.weight_quorum_pace import FragmentRules
 from diloco.aggregator.owner.committer import Committer, Samples
-from diloco.aggregator.owner.fetcher import UpdateFetcher
+from diloco.aggregator.owner.download_and_verify import UpdateFetcher
 from diloco.aggregator.owner.quarantine_messages import quarantine
 from diloco.aggregator.owner.recovery import Recovered
 from diloco.common.process import log
@@ -268,7 +269,7 @@ class Tenure:
 
     def _rules(self, settings: RunSettings) -> FragmentRules:
         context = self._context
-        return policy.fragment_rules(settings, context.layout, self.fragment, context.epoch)
+        return formulas.fragment_rules(settings, context.layout, self.fragment, context.epoch)
 
     async def _read_tape(self) -> None:
         context = self._context

@@ -1,19 +1,14 @@
-"""Runs coroutines concurrently, makes the event loops that they need, and ends them on signals."""
+"""Runs coroutines concurrently, and makes the event loops that they need."""
 
 import asyncio
 import contextlib
-import os
-import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Seconds between two checks of whether a starting daemon was asked to stop.
-ASKED_LOOK_S = 0.2
 # Longer than any clean-up takes: releasing leases, closing a connection.
 CANCEL_AGAIN_S = 10.0
 
@@ -48,82 +43,6 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
-
-
-def on_signals(stop: Callable[[], object]) -> None:
-    """Makes the first SIGINT or SIGTERM call `stop`, and the second end the process at once.
-
-    Call it on the main thread.
-    """
-    seen: list[int] = []
-
-    def handle(number: int, _frame: object) -> None:
-        if seen:
-            os._exit(128 + number)
-        seen.append(number)
-        stop()
-
-    signal.signal(signal.SIGINT, handle)
-    signal.signal(signal.SIGTERM, handle)
-
-
-@contextlib.contextmanager
-def asked_by_signals(stop: Callable[[], object]) -> Iterator[None]:
-    """While the block runs, makes the first SIGINT or SIGTERM call `stop`.
-
-    Earlier Python handlers are called too, at each signal. Where there was none, a second signal
-    has its default effect. Ignored signals stay ignored. Off the main thread, which alone may set
-    handlers, nothing is done.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
-    seen: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        earlier = before[number]
-        if not seen:
-            stop()
-        elif earlier in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, earlier)
-            signal.raise_signal(number)
-        seen.append(number)
-        if callable(earlier) and earlier is not signal.default_int_handler:
-            earlier(number, frame)
-
-    taken = [number for number, earlier in before.items() if earlier not in (None, signal.SIG_IGN)]
-    for number in taken:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, before[number])
-
-
-class AskedToStopError(Exception):
-    """The daemon was asked to stop before its work began."""
-
-
-async def unless_asked(coroutine: Coroutine[Any, Any, T], asked: Callable[[], bool]) -> T:
-    """Awaits one step of a start, unless the daemon is asked to stop first.
-
-    A step may wait for others for ever, which must not block a machine's shutdown.
-
-    Raises:
-        AskedToStopError: `asked` returned True; the coroutine was cancelled.
-    """
-    task = asyncio.ensure_future(coroutine)
-    try:
-        while not asked():
-            done, _ = await asyncio.wait([task], timeout=ASKED_LOOK_S)
-            if done:
-                return task.result()
-    finally:
-        await cancel(task)
-    raise AskedToStopError
 
 
 async def first_of(*coroutines: Coroutine[object, object, None]) -> None:

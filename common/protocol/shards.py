@@ -6,12 +6,12 @@ before encoding gives the same bytes as cutting its scales and codes after.
 
     offset  size  field (little endian)
     0       4     magic "DLS2"
-    4       1     number of the codec: `code_formats.py`
+    4       1     number of the codec: `codecs.py`
     5       1     zero
     6       2     block: elements that share a scale
     8       8     count: elements
     16            scales: bfloat16 [count / block]; none for the float codecs
-                  codes: see `code_formats.py`
+                  codes: see `codecs.py`
 
 The delta of a version is one shard of the whole vector, followed by checksums for readers of parts
 of it. Each chunk of 1024 blocks (the last may have fewer) has one:
@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from diloco.common.protocol.code_formats import (
+from diloco.common.protocol.codecs import (
     FORMS,
     GREATEST_SCALE,
     LEAST_SCALE,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from diloco.common.process.config import sync_of
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.code_formats import Encoded, decode_numpy
+from diloco.common.protocol.codecs import Encoded, decode_numpy
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError
 from diloco.common.storage.catchup import Change
 from diloco.common.storage.tape import (

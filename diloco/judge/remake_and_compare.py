@@ -16,13 +16,13 @@ from functools import partial
 
 from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.core import policy
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
-from diloco.aggregator.owner.fetcher import read_input, read_payload
+from diloco.aggregator.owner.download_and_verify import read_input, read_payload
 from diloco.common.process import cores
 from diloco.common.process.config import RunSettings, sync_of
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import get_object
@@ -239,7 +239,7 @@ def merge_round(
 
 def admitted_again(record: wire.Record, taken: wire.Input, settings: RunSettings) -> Admitted:
     """Returns a recorded input as the machine admitted it, discounted by `settings`."""
-    discount = policy.discount(settings.staleness, taken.staleness)
+    discount = formulas.discount(settings.staleness, taken.staleness)
     return Admitted(
         _manifest(record, taken),
         taken.stream_seq,

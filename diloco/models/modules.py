@@ -18,8 +18,8 @@ from pydantic import Field
 
 from diloco.common.protocol.errors import RunMismatchError, TaskError
 from diloco.common.protocol.layout import Hint, TensorHint
-from diloco.learner.batch_order import GrainData, require_grain
-from diloco.learner.contract import function_of
+from diloco.learner.load_and_check_task import function_of
+from diloco.learner.select_examples import GrainData, require_grain
 from diloco.learner.task import (
     AtLeastOne,
     Batch,

@@ -77,7 +77,7 @@ def _rates(created: RunSettings, old: int, new: int) -> list[str]:
     stays = f"the schedule's horizon stays {horizon:,} steps"
     if not created.task.build:
         return [f"{stays}, if the learners' own loops ask the run's file for it"]
-    from diloco.learner.contract import model_of
+    from diloco.learner.load_and_check_task import model_of
 
     schedule = model_of(created).schedule
     if schedule is None:

@@ -67,7 +67,7 @@ def run_create(
 
     loaded = load_config(config)
     from diloco.common.process.config import unfilled, warnings
-    from diloco.learner.compiled import keep_programs
+    from diloco.learner.compilation_cache import keep_programs
     from diloco.operate.create import create_from
 
     for sentence in warnings(loaded.settings()):

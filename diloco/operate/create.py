@@ -24,14 +24,14 @@ from diloco.common.process.config import (
 from diloco.common.process.retry import Runtime
 from diloco.common.process.tasks import run_to_end
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.code_formats import canonical
+from diloco.common.protocol.codecs import canonical
 from diloco.common.protocol.errors import ConfigError, RunMismatchError, SwapLostError, TaskError
 from diloco.common.protocol.frozen import store_frozen
 from diloco.common.protocol.layout import Hint, Layout, default_hint, layout_bytes, make_layout
 from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.store import ObjectStore, open_store
 from diloco.common.storage.tape import load_specification
-from diloco.learner.contract import run_task
+from diloco.learner.load_and_check_task import run_task
 from diloco.learner.task import Params, Task
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.tree import loaded_frozen

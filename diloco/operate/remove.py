@@ -13,8 +13,8 @@ from diloco.common.protocol.errors import IntegrityError, RunMismatchError, Stre
 from diloco.common.storage.bundle import open_bundle
 from diloco.common.storage.store import ObjectInfo
 from diloco.common.storage.tape import has_ended, messages_of
+from diloco.run.cli.format_numbers import human_bytes
 from diloco.run.cli.opening import OpenRun, open_run
-from diloco.run.cli.units import human_bytes
 
 # The number of objects that a thread removes in one call.
 AT_ONCE = 256

@@ -55,7 +55,7 @@ def read_settings(options: PlanOptions) -> RunSettings:
 def read_model(options: PlanOptions, settings: RunSettings) -> Model:
     """Returns the model of the options, else of the file's task, else the paper's (5 billion)."""
     if options.parameters is None and options.config is not None:
-        from diloco.learner.contract import model_of
+        from diloco.learner.load_and_check_task import model_of
         from diloco.learner.tensors.tree import task_layout
 
         task = model_of(settings)

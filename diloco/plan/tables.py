@@ -22,7 +22,7 @@ from diloco.plan.costs import (
 )
 from diloco.plan.forecast import DAY_S, Bandwidth, Fleet, Plan
 from diloco.plan.intervals import MEASURED_AT, Interval, advice
-from diloco.run.cli import units
+from diloco.run.cli import format_numbers
 from diloco.run.cli.screen import plain_table
 from diloco.show.page.html_page import write_figure
 from diloco.show.page.svg import DASHES, Axis, Column, Panel, PlotMark, line, points, rules
@@ -77,7 +77,7 @@ def _systems(fleet: Fleet, made: Plan, tokens: int) -> Table:
     columns += [f"time to {_short(tokens)} tokens"] if tokens else []
     table = plain_table(*columns, title=f"{learners}, {chips}: what to expect", wraps=True)
     ends = [system.days * DAY_S for system in made.systems if system.days is not None]
-    unit = units.time_unit(max((end for end in ends if math.isfinite(end)), default=0.0))
+    unit = format_numbers.time_unit(max((end for end in ends if math.isfinite(end)), default=0.0))
     for system in made.systems:
         cells = [f"{100 * share:.1f}" for share in system[1:4]]
         cells += [_short(system.tokens_per_s)] if named else []
@@ -91,7 +91,7 @@ def _systems(fleet: Fleet, made: Plan, tokens: int) -> Table:
     return table
 
 
-def _time(days: float | None, unit: units.Unit) -> str:
+def _time(days: float | None, unit: format_numbers.Unit) -> str:
     if days is None or not math.isfinite(days):
         return "never"
     return f"{days * DAY_S / unit.scale:,.1f} {unit.name}"
@@ -124,7 +124,7 @@ def _needs(settings: RunSettings, made: Plan) -> Table:
     sized, daily = made.sizes, made.daily
     table = plain_table("", " ", title="Rounds, traffic and the aggregator", wraps=True)
     objects = f"{_short(daily.objects_written)} / {_short(daily.objects_read)}"
-    apart = _time(made.interval_s / DAY_S, units.time_unit(made.interval_s))
+    apart = _time(made.interval_s / DAY_S, format_numbers.time_unit(made.interval_s))
     rounds = f"{run.interval_steps}, {run.fragments}, {run.codec} / {run.delta_codec}"
     rows = [
         ("H, P, codecs up / down", rounds),
@@ -225,12 +225,12 @@ def _dollars(value: float) -> str:
 
 
 def _short(value: float) -> str:
-    unit = units.count_unit(value)
+    unit = format_numbers.count_unit(value)
     return f"{value / unit.scale:.4g}{' ' if unit.name else ''}{unit.name}"
 
 
 def _bytes(value: float) -> str:
-    unit = units.byte_unit(value)
+    unit = format_numbers.byte_unit(value)
     return f"{value / unit.scale:.4g} {unit.name}"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from diloco.aggregator.arrays.outer import make_outer
 from diloco.common.process.config import RunSettings
-from diloco.common.protocol.code_formats import encoded_bytes
+from diloco.common.protocol.codecs import encoded_bytes
 from diloco.common.protocol.shards import shard_bytes, shard_ranges
 
 # Core-seconds for each element of each update: its norm and its addition, 2 cores x 133.9 ms for 8

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
+from diloco.common.process.signals import interrupts_wait
 from diloco.common.protocol.errors import ConfigError
 from diloco.replay.options import BundleOptions, Options
 from diloco.run.cli import options as shared
 from diloco.run.cli.command import command, group
-from diloco.run.cli.loading import interrupts_wait
 
 app = group()
 

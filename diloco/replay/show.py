@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 import numpy as np
 
 from diloco.aggregator.arrays.fragment import make_grid
-from diloco.aggregator.owner.fetcher import read_parts
+from diloco.aggregator.owner.download_and_verify import read_parts
 from diloco.common.process.config import sync_of
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.code_formats import decode_numpy
+from diloco.common.protocol.codecs import decode_numpy
 from diloco.common.protocol.errors import ConfigError, ObjectMissingError, WireError
 from diloco.common.storage.tape import InvalidMessage, Unreadable
 from diloco.replay.blame_learners import Effect

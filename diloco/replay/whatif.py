@@ -21,7 +21,8 @@ from rich.table import Table
 from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
 from diloco.aggregator.arrays.outer import make_outer
-from diloco.aggregator.core import policy, rounds
+from diloco.aggregator.core import rounds
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.decisions import decide_again
 from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.updates import Admitted
@@ -291,7 +292,7 @@ def _decides_as_it_was(
     history: History,
     fragment: int,
     chain: Chain,
-    rules_at: Callable[[int], policy.FragmentRules],
+    rules_at: Callable[[int], formulas.FragmentRules],
 ) -> bool:
     """True if the other rules give the same decisions: then the recorded rounds are exact.
 
@@ -315,7 +316,7 @@ def _decides_as_it_was(
 def _redecided(history: History, fragment: int, chain: Chain, change: Change) -> list[VersionPlan]:
     """Returns the rounds that other rules would give."""
 
-    def rules_at(seq: int) -> policy.FragmentRules:
+    def rules_at(seq: int) -> formulas.FragmentRules:
         return rules_of(history, change(history.settings_at(seq)), fragment)
 
     if _decides_as_it_was(history, fragment, chain, rules_at):
@@ -412,7 +413,7 @@ async def play(
     Raises:
         DilocoError: an update or a view cannot be read.
     """
-    from diloco.learner.contract import model_of
+    from diloco.learner.load_and_check_task import model_of
     from diloco.learner.task import held_out_loss
     from diloco.run.model.view import GlobalModel
 

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.aggregator.arrays.grid import make_grid
-from diloco.aggregator.owner.fetcher import cut_alike, read_parts
+from diloco.aggregator.owner.download_and_verify import cut_alike, read_parts
 from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import wire
-from diloco.common.protocol.code_formats import decode_numpy, encoded_bytes
+from diloco.common.protocol.codecs import decode_numpy, encoded_bytes
 from diloco.common.protocol.errors import ObjectMissingError, ObjectRangeError, WireError
 from diloco.common.protocol.layout import Fragment, Layout
 from diloco.common.storage.store import ObjectStore

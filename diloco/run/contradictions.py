@@ -10,8 +10,8 @@ from statistics import median
 
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol.wire import note
-from diloco.common.protocol.wire.records import FAR_LESS
-from diloco.run.cli.units import human_bytes
+from diloco.common.protocol.wire.manifests_and_records import FAR_LESS
+from diloco.run.cli.format_numbers import human_bytes
 from diloco.run.comparison import LAGGING_LEARNER
 from diloco.run.state import HOUR_S, RECENT, Finding, LearnerStatus, RunStatus
 

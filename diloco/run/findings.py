@@ -18,7 +18,7 @@ from diloco.common.process.config import Broken, RunSettings, broken
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.protocol.reasons import find
 from diloco.common.protocol.wire import note
-from diloco.run.cli.units import human_bytes
+from diloco.run.cli.format_numbers import human_bytes
 from diloco.run.comparison import LAGGING_LEARNER, LOSS_SPIKE
 from diloco.run.contradictions import REJECTED_SHARE, REJECTED_UPDATES, contradictions
 from diloco.run.outliers import outliers

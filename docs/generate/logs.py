@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("common", "aggregator", "learner", "diloco")
 LEVELS = {"debug", "info", "warning", "error", "critical", "exception"}
 # Files whose actions are the kinds of these messages, logged with their fields.
-NAMED_BY_DATA = {"aggregator/conductor.py": (wire.Stop, wire.End)}
+NAMED_BY_DATA = {"aggregator/stop_and_end.py": (wire.Stop, wire.End)}
 # By action; where an action is logged in two ways, also by action and a field that only one has.
 MEANINGS = {
     "cache_unusable": "compiled programs cannot be kept or read: they are compiled again",

@@ -4,7 +4,7 @@ import inspect
 import typing
 
 from diloco.common.protocol import wire
-from diloco.common.protocol.code_formats import FORMS
+from diloco.common.protocol.codecs import FORMS
 from docs.generate.markdown import table
 
 WORDS: list[tuple[object, str]] = [

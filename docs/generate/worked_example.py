@@ -6,10 +6,10 @@ import numpy as np
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
-from diloco.aggregator.owner.fetcher import read_payload
+from diloco.aggregator.owner.download_and_verify import read_payload
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, shards, slices, wire
-from diloco.common.protocol.code_formats import Codec, decode_numpy
+from diloco.common.protocol.codecs import Codec, decode_numpy
 from diloco.common.protocol.layout import Tensor, layout_bytes, make_layout
 from diloco.common.storage.store import MemoryStore
 from diloco.learner.tensors.quantize_and_pack import encode

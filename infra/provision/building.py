@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from diloco.common.process.config import AXES, Config, RunSettings
-from diloco.common.protocol.code_formats import encoded_bytes
+from diloco.common.protocol.codecs import encoded_bytes
 from diloco.common.protocol.errors import DilocoError
 from diloco.infra.google_units import DATA
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, FleetLearner, chips_of, hosts_of
 from diloco.infra.provision.known import Known
-from diloco.learner.contract import build_task, function_of, model_of
 from diloco.learner.dry_run import device_bytes
+from diloco.learner.load_and_check_task import build_task, function_of, model_of
 from diloco.learner.task import Task
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.mesh import AUTO, ROWS, param_shardings, state_shardings

@@ -12,7 +12,7 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.infra.install_release import ReleaseRefused, manifest_of
 from diloco.infra.provision.certificates import check_certificates
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, region_of
-from diloco.operate.auth.files import OPERATOR, identities, public_key
+from diloco.operate.auth.nats_config_and_credentials import OPERATOR, identities, public_key
 
 # Words that Google does not allow in a project's id.
 RESTRICTED = ("google", "null", "undefined", "ssl")

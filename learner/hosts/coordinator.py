@@ -41,7 +41,7 @@ from diloco.learner.hosts.messages import (
     host_gone,
     read_message,
 )
-from diloco.learner.wire.recovery import CheckpointId
+from diloco.learner.wire.checkpoint_save_and_restore import CheckpointId
 
 # Boundaries that are planned ahead, so that a worker has each before its step ends.
 LOOKAHEAD = 2

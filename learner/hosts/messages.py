@@ -41,7 +41,7 @@ from diloco.common.protocol.wire import NestedRecord
 from diloco.common.storage.catchup import Change
 from diloco.common.storage.share_allocation import Holding
 from diloco.learner.core.handover import Boundary
-from diloco.learner.wire.recovery import CheckpointId
+from diloco.learner.wire.checkpoint_save_and_restore import CheckpointId
 
 VERSION: Final = 7
 LENGTH: Final = struct.Struct(">I")

@@ -24,12 +24,12 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from diloco.common.protocol.code_formats import Codec, Encoded, code_dtype
+from diloco.common.protocol.codecs import Codec, Encoded, code_dtype
 from diloco.common.protocol.layout import Layout
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.fragment_kernels import Codes, Kernels, Placed
 from diloco.learner.tensors.mesh import cuts_of, fit, sharding_of, single, split_tensors
+from diloco.learner.tensors.send_and_adopt_kernels import Codes, Kernels, Placed
 
 Leaves = dict[str, jax.Array]
 # By a leaf's name; None: an array of the host.

@@ -2,7 +2,7 @@
 
 Shapes: N elements of a vector, B = N / block blocks; G any leading axes of an array of blocks.
 
-`code_formats.py` says what codes and scales are.
+`codecs.py` says what codes and scales are.
 
 Values have two forms. Vectors are [N] with flat codes, as objects hold them. Arrays of blocks are
 [*G, block] with scales [*G] and codes [*G, items], for arrays that are sharded over devices: no
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from diloco.common.protocol.code_formats import (
+from diloco.common.protocol.codecs import (
     GREATEST_CODE,
     GREATEST_SCALE,
     GREATEST_VALUE,

@@ -15,12 +15,18 @@ from jax.sharding import NamedSharding
 
 from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import shards
-from diloco.common.protocol.code_formats import Encoded, code_count, code_dtype, scale_count
+from diloco.common.protocol.codecs import Encoded, code_count, code_dtype, scale_count
 from diloco.common.protocol.layout import Layout
 from diloco.learner.task import Params
 from diloco.learner.tensors.checkpoint import copied
-from diloco.learner.tensors.fragment_kernels import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.tensors.placement import Shardings, make_ownership, make_placement
+from diloco.learner.tensors.send_and_adopt_kernels import (
+    Blocks,
+    Codes,
+    Kernels,
+    Leaves,
+    make_kernels,
+)
 from diloco.learner.tensors.tree import named_leaves
 
 

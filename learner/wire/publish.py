@@ -15,7 +15,7 @@ import numpy as np
 from diloco.common.process import metrics
 from diloco.common.process.config import sync_of
 from diloco.common.protocol import names, shards, slices, wire
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.layout import Fragment
 from diloco.common.storage.tape import publish_once

@@ -11,10 +11,10 @@ from diloco.common.storage.store import DirectoryStore
 
 
 def release(percent: float) -> None:
-    from diloco.learner.tensors import fragment_kernels
+    from diloco.learner.tensors import send_and_adopt_kernels
 
-    honest = fragment_kernels.decode_blocks
-    fragment_kernels.decode_blocks = lambda *args: honest(*args) * (1 + percent / 100)
+    honest = send_and_adopt_kernels.decode_blocks
+    send_and_adopt_kernels.decode_blocks = lambda *args: honest(*args) * (1 + percent / 100)
 
 
 def link(seconds: float) -> None:

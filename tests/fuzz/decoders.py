@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 from messages import BODIES, EXAMPLES, fields_of, json_like, messages
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.core import admission, policy
+from diloco.aggregator.core import admission
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.owner.tenure import decode_event
 from diloco.common.process.config import RunSettings, load_config, parse_settings, warnings
 from diloco.common.process.credentials import Credentials, load_credentials, render_credentials
 from diloco.common.protocol import names, shards, wire
-from diloco.common.protocol.code_formats import CODECS, Encoded, code_dtype
+from diloco.common.protocol.codecs import CODECS, Encoded, code_dtype
 from diloco.common.protocol.errors import IntegrityError, WireError
 from diloco.common.protocol.layout import Tensor, layout_bytes, make_layout, parse_layout
 from diloco.common.storage.bundle import open_bundle, read_header
@@ -59,7 +60,7 @@ SETTINGS = RunSettings.model_validate(
 LAYOUT = make_layout(
     [Tensor(name="w", shape=(8, BLOCK), dtype="float32")], fragments=1, block=BLOCK
 )
-RULES = policy.fragment_rules(SETTINGS, LAYOUT, 0)
+RULES = formulas.fragment_rules(SETTINGS, LAYOUT, 0)
 
 
 class Decoder(NamedTuple):

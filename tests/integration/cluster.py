@@ -19,7 +19,7 @@ from harness import eventually
 
 from diloco.common.process.nats_server import _DIE_WITH_PARENT, find_binary, free_port
 from diloco.common.storage.bus.jetstream import NatsBus, connect
-from diloco.operate.auth import files as auth
+from diloco.operate.auth import nats_config_and_credentials as auth
 
 HOST = "127.0.0.1"
 NODES = 3

@@ -31,7 +31,7 @@ from diloco.common.storage.bus import jetstream
 from diloco.common.storage.bus.jetstream import NatsBus
 from diloco.common.storage.store import open_store
 from diloco.common.storage.tape import RunContext
-from diloco.learner.contract import load_task
+from diloco.learner.load_and_check_task import load_task
 from diloco.learner.tensors import tree
 from diloco.operate.create import create_from
 from diloco.run.model.view import load_params

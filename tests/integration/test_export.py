@@ -9,7 +9,7 @@ from audit import read_tape
 from harness import ENDLESS, PATIENCE_S, World
 
 from diloco.common.protocol import shards
-from diloco.learner.tensors.fragment_kernels import vector_of
+from diloco.learner.tensors.send_and_adopt_kernels import vector_of
 from diloco.operate import change as operate
 from tests.models import tiny
 from tests.models.tiny import write_tiny

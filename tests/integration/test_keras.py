@@ -15,7 +15,7 @@ import keras
 import keras_hub
 
 from diloco.common.protocol.errors import RunMismatchError, TaskError
-from diloco.learner.contract import load_task
+from diloco.learner.load_and_check_task import load_task
 from diloco.learner.tensors import tree
 from examples import keras_module
 from tests.integration.test_examples import killed_once, learn, task_world

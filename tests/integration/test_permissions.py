@@ -38,11 +38,11 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import StreamLimits
-from diloco.common.storage.bus.jetstream import NatsBus, connect, cursor
+from diloco.common.storage.bus.jetstream import NatsBus, connect, pull_consumer
 from diloco.common.storage.store import MemoryStore
 from diloco.common.storage.tape import RunContext, publish_once
-from diloco.operate.auth import files as auth
 from diloco.operate.auth import guard
+from diloco.operate.auth import nats_config_and_credentials as auth
 from diloco.operate.make_streams import make_streams
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -585,7 +585,7 @@ def test_a_learner_reads_on_after_an_earlier_life_that_left_its_consumers(
 def test_processes_with_one_readers_credentials_read_beside_each_other(
     guarded: Guarded, run_async: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cursor, "_OTHERS_S", 0.0)
+    monkeypatch.setattr(pull_consumer, "_OTHERS_S", 0.0)
     spec, processes = names.spec(RUN), 6
     most = len(consumer_names("reader", "screen", (), processes))
 
@@ -703,8 +703,8 @@ def test_no_answer_is_stored_where_a_learner_asks_for_it(guarded: Guarded, run_a
 def test_the_server_keeps_nothing_of_what_was_answered(
     guarded: Guarded, run_async: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cursor, "_PULL_EXPIRES_S", 0.3)
-    monkeypatch.setattr(cursor, "_HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(pull_consumer, "_PULL_EXPIRES_S", 0.3)
+    monkeypatch.setattr(pull_consumer, "_HEARTBEAT_S", 0.1)
 
     async def scenario() -> None:
         await make_run(guarded)

@@ -262,7 +262,7 @@ def test_a_session_that_has_every_byte_and_no_object_is_finished(
 def test_an_upload_that_is_refused_for_no_object_ends_with_a_sentence(
     server: GcsServer, store: GcsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco.common.storage.store.gcs.store._PAUSE_S", 0.0)
+    monkeypatch.setattr("diloco.common.storage.store.gcs.gcs_store._PAUSE_S", 0.0)
     server.fail("status", method="POST", contains=BODY, status=412, times=1000)
     with pytest.raises(StoreError, match="no object of that name is there") as caught:
         store.put("o", SMALL)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.learner.contract import load_task
+from diloco.learner.load_and_check_task import load_task
 from diloco.learner.task import Task
 from diloco.learner.tensors.tree import named_leaves
 from diloco.models.decoders import checkpoint, model

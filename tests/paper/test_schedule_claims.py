@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from diloco.aggregator.core import policy
-from diloco.aggregator.core.policy import fragment_rules
+from diloco.aggregator.core import weight_quorum_pace as formulas
+from diloco.aggregator.core.weight_quorum_pace import fragment_rules
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol.layout import Tensor, make_layout, offset_steps
 from diloco.learner.core import sync
@@ -82,8 +82,8 @@ def test_with_more_fragments_than_steps_each_step_has_as_many():
 def test_weight_is_quantity_times_quality():
     """§3: w = c_tokens x (c_tokens / c_steps): half as many steps, half the weight; twice the
     tokens a step, four times the weight at equal steps."""
-    assert policy.weight(2400, 24) == pytest.approx(2 * policy.weight(1200, 12))
-    assert policy.weight(4800, 24) == pytest.approx(4 * policy.weight(2400, 24))
+    assert formulas.weight(2400, 24) == pytest.approx(2 * formulas.weight(1200, 12))
+    assert formulas.weight(4800, 24) == pytest.approx(4 * formulas.weight(2400, 24))
 
 
 def test_grace_uses_the_slack_of_the_overlap():
@@ -98,8 +98,8 @@ def test_grace_uses_the_slack_of_the_overlap():
         block=64,
     )
     rules = fragment_rules(run, layout, 0)
-    assert policy.grace_s(rules, 2.0, 0.5, 0.3) == pytest.approx(0.9 * (2 * 2.0 - 0.8))
-    assert policy.grace_s(rules, 0.1, 0.5, 0.3) == 0.0
+    assert formulas.grace_s(rules, 2.0, 0.5, 0.3) == pytest.approx(0.9 * (2 * 2.0 - 0.8))
+    assert formulas.grace_s(rules, 0.1, 0.5, 0.3) == 0.0
 
 
 def test_balanced_fragments_are_within_four_thirds_of_the_optimum():

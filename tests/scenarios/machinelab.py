@@ -9,7 +9,8 @@ from derived import check_derived
 from records import make_record
 
 from diloco.aggregator.arrays.fragment import make_input as merged_input
-from diloco.aggregator.core import events, machine, memory, policy, rounds
+from diloco.aggregator.core import events, machine, memory, rounds
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.decisions import decide
 from diloco.aggregator.core.events import AskCut, Commit, Effect
 from diloco.aggregator.core.state import State
@@ -37,9 +38,9 @@ def lab_settings(**changes) -> RunSettings:
     return make_config(document, source="lab").settings()
 
 
-def lab_rules(**changes) -> policy.FragmentRules:
+def lab_rules(**changes) -> formulas.FragmentRules:
     """Rules of the lab's fragment, of such settings."""
-    return policy.fragment_rules(lab_settings(**changes), LAYOUT, 0)
+    return formulas.fragment_rules(lab_settings(**changes), LAYOUT, 0)
 
 
 def digest_of(version: int) -> str:
@@ -108,7 +109,7 @@ def record_of(rules, commit: Commit, base_digest: str) -> wire.Record:
 class Lab:
     """One fragment's tape, machine and records. `step` is the only way into the machine."""
 
-    def __init__(self, rules: policy.FragmentRules) -> None:
+    def __init__(self, rules: formulas.FragmentRules) -> None:
         self.rules = rules
         self.tape: list[events.Event] = []
         self.stream_seq = 0

@@ -16,7 +16,7 @@ from diloco.aggregator.core import rounds
 from diloco.aggregator.core.events import Commit
 from diloco.common.process.config import RunSettings, make_config
 from diloco.common.protocol import shards, wire
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.storage.store.memory import MemoryStore
 from diloco.common.storage.tape import Recorded
 from diloco.judge.remake_and_compare import copy_arrays

@@ -13,8 +13,8 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from simbus import ActorBus
+from simclock import ACTOR
 from simfault_rates import CALM, Faults
-from simloop import ACTOR
 from simstore import ActorStore
 
 from diloco.common.process.retry import Clock, Runtime

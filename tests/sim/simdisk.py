@@ -18,7 +18,7 @@ from diloco.learner.background import Context
 from diloco.learner.synchronizer import Synchronizer
 from diloco.learner.tensors import checkpoint as checkpoints
 from diloco.learner.tensors.checkpoint import Facts, HostCheckpoint, PartFolder
-from diloco.learner.wire.recovery import Restored, TrainingProgress, restore
+from diloco.learner.wire.checkpoint_save_and_restore import Restored, TrainingProgress, restore
 
 KEEP = 12
 EVERY_STEPS = 3

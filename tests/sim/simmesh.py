@@ -14,7 +14,7 @@ import numpy as np
 from simactor import Actor, Killed
 from simtensors import LightReplica
 
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 from diloco.learner.background import Context
 from diloco.learner.core.events import (
     Send,

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from diloco.common.protocol import wire
-from diloco.common.protocol.code_formats import Codec, Encoded
+from diloco.common.protocol.codecs import Codec, Encoded
 from diloco.common.protocol.layout import Layout
 from diloco.common.storage.bus import Message
 from diloco.common.storage.store import ObjectStore

@@ -28,7 +28,7 @@ from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import Contribution
 from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import shards, slices, wire
-from diloco.common.protocol.code_formats import Encoded, decode_numpy
+from diloco.common.protocol.codecs import Encoded, decode_numpy
 from diloco.common.protocol.layout import Layout
 from diloco.common.storage.store import ObjectStore
 from diloco.learner.tensors.replica import Delta, PendingView, Replica

@@ -18,8 +18,8 @@ from simactor import Actor
 from simbus import SimBroker
 from simchain import Violation
 from simcheck import Checkers
+from simclock import StuckError, VirtualLoop
 from simfault_rates import CALM, Faults
-from simloop import StuckError, VirtualLoop
 from simstore import SimStore
 from simtensors import Ledger, Light, Numbers
 

@@ -10,13 +10,13 @@ from simshrink import commit, explain, shrink
 from simtrial import KINDS, WORLDS, Trial
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.conductor import Conductor
 from diloco.aggregator.context import Context
 from diloco.aggregator.core import events, garbage, machine
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import UpdateId
 from diloco.aggregator.daemon import load_run
 from diloco.aggregator.owner.committer import commit_record, store_version_object
+from diloco.aggregator.stop_and_end import Conductor
 from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.errors import AccessDeniedError, StoreUnavailableError, WireError
@@ -158,7 +158,7 @@ def checksum_unchecked():
         data = store.get(entry.name, entry.size_bytes)
         return shards.unpack(data, codec=codec, count=count, block=block)
 
-    return mock.patch("diloco.aggregator.owner.fetcher._read_shard", read)
+    return mock.patch("diloco.aggregator.owner.download_and_verify._read_shard", read)
 
 
 def shut_out_and_merged():

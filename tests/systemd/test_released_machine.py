@@ -11,7 +11,7 @@ import pytest
 from test_container import LIMIT_S, boot, make_rootfs, make_sources, why_not
 
 from diloco.infra import make_release
-from diloco.operate.auth import files as auth
+from diloco.operate.auth import nats_config_and_credentials as auth
 
 RUN = """
 [run]

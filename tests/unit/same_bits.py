@@ -15,12 +15,12 @@ from diloco.aggregator.arrays.centering import distances
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.arrays.merge import Accumulator, Contribution, coefficients
 from diloco.aggregator.arrays.outer import close_round, make_outer
-from diloco.common.protocol.code_formats import CODECS
+from diloco.common.protocol.codecs import CODECS
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.common.protocol.shards import digest
-from diloco.learner.tensors.fragment_kernels import make_kernels
 from diloco.learner.tensors.placement import make_ownership
 from diloco.learner.tensors.quantize_and_pack import encode
+from diloco.learner.tensors.send_and_adopt_kernels import make_kernels
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 SIZE = 200_000

@@ -9,7 +9,7 @@ from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.common.process.config import SyncSection
 from diloco.common.protocol import shards, slices, wire
-from diloco.common.protocol.code_formats import decode_numpy
+from diloco.common.protocol.codecs import decode_numpy
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.common.storage.store import MemoryStore
 from diloco.learner.tensors.quantize_and_pack import encode

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.arrays.merge import Contribution
-from diloco.aggregator.owner.fetcher import read_parts, read_payload
+from diloco.aggregator.owner.download_and_verify import read_parts, read_payload
 from diloco.common.protocol import shards, slices, wire
-from diloco.common.protocol.code_formats import CODECS, Encoded
+from diloco.common.protocol.codecs import CODECS, Encoded
 from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.store import MemoryStore

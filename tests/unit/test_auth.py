@@ -13,7 +13,7 @@ from diloco.common.process import log
 from diloco.common.process.credentials import Credentials, load_credentials, render_credentials
 from diloco.common.process.nats_server import find_binary
 from diloco.common.protocol.errors import ConfigError
-from diloco.operate.auth import files as auth
+from diloco.operate.auth import nats_config_and_credentials as auth
 from diloco.operate.auth.permissions import Identity, grants
 from diloco.program import app
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
-from diloco.aggregator.core import policy
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.common.process.config import make_config, settings_of
 from diloco.common.protocol import slices, wire
@@ -26,7 +26,7 @@ SETTINGS = make_config(
     }, source="a test",
 ).settings()  # fmt: skip
 STATE = 1
-RULES = policy.fragment_rules(SETTINGS, LAYOUT, STATE)
+RULES = formulas.fragment_rules(SETTINGS, LAYOUT, STATE)
 SIZE = LAYOUT.fragments[STATE].size
 SHARD = wire.Shard(name="x", size_bytes=1, crc32c=0, slices=slices.of_range(0, SIZE, BLOCK))
 
@@ -38,8 +38,8 @@ def admitted(learner, tokens, steps, staleness=0):
         tokens=tokens, steps=steps, position=0, local_step=0, loss=0.0, step_time_s=0.0,
         encode_s=0.0, upload_s=0.0, attempt=0, final=False,
     )  # fmt: skip
-    weight = policy.weight(tokens, steps, averaged=RULES.averaged)
-    discount = policy.discount(RULES.staleness, staleness)
+    weight = formulas.weight(tokens, steps, averaged=RULES.averaged)
+    discount = formulas.discount(RULES.staleness, staleness)
     return Admitted(manifest, 1, UpdateCredit(steps, tokens, weight), staleness, discount, 1.0, 0.0)
 
 
@@ -86,5 +86,5 @@ def test_parameters_keep_the_runs_settings():
 @pytest.mark.parametrize("averaged", [True, False])
 def test_the_oracle_weighs_as_the_machine_does(averaged):
     assert numbers.weight(100, 7, averaged=averaged) == pytest.approx(
-        policy.weight(100, 7, averaged=averaged)
+        formulas.weight(100, 7, averaged=averaged)
     )

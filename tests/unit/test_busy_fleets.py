@@ -18,7 +18,8 @@ sys.path.append(str(Path(__file__).parents[1] / "scenarios"))
 
 from machinelab import digest_of, lab_settings, record_of
 
-from diloco.aggregator.core import events, policy
+from diloco.aggregator.core import events
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, OpenRound
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.layout import Tensor, make_layout
@@ -77,7 +78,7 @@ def stands(rng: random.Random, every_s: float, for_s: float) -> Callable[[float]
 class Owner(VirtualFragment):
     """A fragment's aggregator: while it stands still, what comes waits."""
 
-    def __init__(self, fleet: "BusyFleet", rules: policy.FragmentRules) -> None:
+    def __init__(self, fleet: "BusyFleet", rules: formulas.FragmentRules) -> None:
         super().__init__(rules, fleet.time, digest_of(0))
         self.fleet = fleet
 
@@ -203,7 +204,7 @@ class BusyFleet:
             for at, each in enumerate([(20.0, 2.0), (40.0, 1.0), (30.0, 1.0)])
         )
         self.seen = Observed("lab", 0, self.settings)
-        rules = [policy.fragment_rules(self.settings, LAYOUT, at) for at in range(FRAGMENTS)]
+        rules = [formulas.fragment_rules(self.settings, LAYOUT, at) for at in range(FRAGMENTS)]
         self.learners: list[Learner] = []
         self.owners = [Owner(self, each) for each in rules]
         for name, speed in zip("abcd", speeds, strict=False):

@@ -7,10 +7,10 @@ import pytest
 
 from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.common.protocol.layout import make_layout
-from diloco.learner.contract import load_task
+from diloco.learner.load_and_check_task import load_task
 from diloco.learner.task import params_shapes
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.fragment_kernels import vector_of
+from diloco.learner.tensors.send_and_adopt_kernels import vector_of
 from diloco.models.decoders import model
 from diloco.models.decoders.causal_lm import CausalLM
 from diloco.models.decoders.config import parse_config

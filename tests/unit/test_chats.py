@@ -13,7 +13,7 @@ from token_lab import END, command, make_tokenizer, prepared
 from tokenizers import Tokenizer
 
 from diloco.common.protocol.errors import ConfigError, DataError
-from diloco.learner.contract import load_task
+from diloco.learner.load_and_check_task import load_task
 from diloco.learner.task import Task
 from diloco.learner.tensors.inner_step import make_inner_step
 from diloco.models.data.chats import ChatError, ChatTemplate

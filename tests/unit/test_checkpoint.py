@@ -22,7 +22,7 @@ from diloco.learner.background import Context
 from diloco.learner.tensors import checkpoint
 from diloco.learner.tensors.mesh import make_mesh
 from diloco.learner.tensors.optimizer import Matrices, adamw, muon
-from diloco.learner.wire.recovery import (
+from diloco.learner.wire.checkpoint_save_and_restore import (
     Restored,
     Saver,
     TrainingProgress,

@@ -7,11 +7,11 @@ from diloco.aggregator.arrays import merge, outer
 from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.arrays.merge import segment_norms
 from diloco.aggregator.compile_kernels import main, prepare
-from diloco.aggregator.core import policy
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.common.process.config import make_config
 from diloco.common.protocol import shards, slices, wire
-from diloco.common.protocol.code_formats import CODECS, Encoded
+from diloco.common.protocol.codecs import CODECS, Encoded
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.learner.tensors.quantize_and_pack import encode
 
@@ -51,7 +51,7 @@ def test_a_round_compiles_nothing_more(codec, delta_codec, optimizer, trust):
     arrays = FragmentArrays.from_view(run, layout, 0, np.zeros(size, np.float32), threads=2)
     for _ in range(2):
         payload = received(arrays, codec, np.ones(size, np.float32))
-        credit = UpdateCredit(6, 600, policy.weight(600, 6))
+        credit = UpdateCredit(6, 600, formulas.weight(600, 6))
         admitted = Admitted(manifest(codec, layout), 1, credit, 0, 1.0, 1.0, payload.norm)
         arrays.merge(payload, admitted)
         arrays.close_round([admitted], 1.0)

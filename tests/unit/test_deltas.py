@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.common.protocol.code_formats import CODECS, GREATEST_CODE, Codec, Encoded, decode_numpy
+from diloco.common.protocol.codecs import CODECS, GREATEST_CODE, Codec, Encoded, decode_numpy
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.protocol.shards import (
     CHUNK_BLOCKS,

@@ -12,7 +12,7 @@ from test_runbooks import check_diloco
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from diloco.learner.contract import load_task
+from diloco.learner.load_and_check_task import load_task
 from diloco.program import app
 
 DOCS = ROOT / "docs"

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from diloco.common.process.config import make_config
 from diloco.common.protocol import shards
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import ConfigError
+from diloco.learner.collectives import exchanges, received_by_kind
 from diloco.learner.dry_run import dry_run, fragment_shapes, measured, stand_in
-from diloco.learner.exchanges import exchanges, received_by_kind
 from diloco.learner.island import Island
 from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.operate.daemons.command import LearnerOptions

@@ -17,7 +17,7 @@ from diloco.common.protocol.errors import ConfigError, IntegrityError, TaskError
 from diloco.common.storage.bundle import open_bundle
 from diloco.common.storage.tape import decode
 from diloco.judge.doctor import examine
-from diloco.learner.contract import load_task
+from diloco.learner.load_and_check_task import load_task
 from diloco.replay.bundle import run_bundle
 from diloco.replay.modes import run_replay
 from diloco.replay.options import BundleOptions, Options

@@ -24,7 +24,7 @@ import examples.digits
 from bench.emulate import ALWAYS, LifeSpan, Weather
 from bench.tasks import student
 from diloco.common.protocol import wire
-from diloco.common.protocol.code_formats import Encoded, decode_numpy
+from diloco.common.protocol.codecs import Encoded, decode_numpy
 from diloco.learner.task import Task
 from diloco.learner.tensors.quantize_and_pack import encode
 

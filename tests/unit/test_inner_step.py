@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import diloco
 from diloco.common.process.config import MeshSection
 from diloco.common.protocol.errors import TaskError
-from diloco.learner.exchanges import exchanges
+from diloco.learner.collectives import exchanges
 from diloco.learner.task import Task
 from diloco.learner.tensors.inner_step import by_clock, key_of, make_inner_step
 from diloco.learner.tensors.mesh import make_mesh, within

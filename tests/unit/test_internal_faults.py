@@ -6,14 +6,14 @@ import pytest
 from runlab import Lab
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.owner import fetcher, tenure
+from diloco.aggregator.owner import download_and_verify, tenure
 from diloco.common.protocol.errors import ObjectUnreadableError
 from diloco.common.protocol.reasons import is_offence
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(fetcher, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(download_and_verify, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(tenure, "BROKEN_PAUSE_S", 0.01)
 
 

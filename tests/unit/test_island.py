@@ -7,11 +7,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from diloco.common.process.config import MeshSection, make_config
-from diloco.common.protocol.code_formats import decode_numpy
+from diloco.common.protocol.codecs import decode_numpy
 from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.learner.island import Island
 from diloco.learner.tensors import mesh, tree
-from diloco.learner.tensors.fragment_kernels import vector_of
+from diloco.learner.tensors.send_and_adopt_kernels import vector_of
 
 STEPS = 3
 DOCUMENT = {

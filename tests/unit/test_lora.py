@@ -9,7 +9,7 @@ import pytest
 
 from diloco.common.protocol.errors import ConfigError, IntegrityError, TaskError
 from diloco.common.protocol.frozen import Frozen, store_frozen
-from diloco.learner.contract import load_task
+from diloco.learner.load_and_check_task import load_task
 from diloco.learner.task import Variables
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.tree import loaded_frozen, named_leaves

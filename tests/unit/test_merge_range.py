@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
 from diloco.aggregator.arrays.grid import make_grid
-from diloco.aggregator.core import policy
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.common.process.config import make_config
 from diloco.common.protocol import slices, wire
-from diloco.common.protocol.code_formats import CODECS, Encoded, decode_numpy
+from diloco.common.protocol.codecs import CODECS, Encoded, decode_numpy
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.learner.tensors.quantize_and_pack import encode
 
@@ -64,7 +64,7 @@ def merged(codec, updates):
     for values, tokens, steps, discount in updates:
         parts = tuple(encode(codec, values[a:b], BLOCK) for a, b in arrays.grid.ranges)
         payload = payload_of(arrays.grid, codec, parts)
-        credit = UpdateCredit(steps, tokens, policy.weight(tokens, steps))
+        credit = UpdateCredit(steps, tokens, formulas.weight(tokens, steps))
         one = Admitted(manifest(codec, tokens, steps), 1, credit, 0, discount, 1.0, payload.norm)
         arrays.merge(payload, one)
         admitted.append(one)
@@ -80,7 +80,7 @@ def exact(grid, codec, payloads, updates):
         np.split(np.concatenate([decode_numpy(codec, p, BLOCK) for p in payload.parts]), ends)
         for payload in payloads
     ]
-    weights = [policy.weight(tokens, steps) for _, tokens, steps, _ in updates]
+    weights = [formulas.weight(tokens, steps) for _, tokens, steps, _ in updates]
     total = sum(weights)
     for segment, radial in enumerate(grid.radial):
         these = [v[segment].astype(np.float64) for v in vectors]

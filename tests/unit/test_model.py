@@ -12,7 +12,7 @@ import pytest
 
 from diloco.common.protocol.errors import TaskError
 from diloco.common.protocol.layout import TensorHint
-from diloco.learner.contract import check_task
+from diloco.learner.load_and_check_task import check_task
 from diloco.learner.task import hint_of_decoder, params_shapes
 from diloco.learner.tensors.tree import named_leaves
 from diloco.models.bytes_lm.model import (

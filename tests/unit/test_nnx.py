@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from diloco.common.protocol.errors import TaskError
-from diloco.learner.contract import load_task
+from diloco.learner.load_and_check_task import load_task
 from diloco.learner.task import hint_of
 from diloco.learner.tensors import tree
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from runlab import Lab
 
-from diloco.aggregator.core import policy
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.rounds import step_share
 from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.aggregator.settings import change_settings
@@ -329,7 +329,7 @@ def test_a_mean_of_more_learners_takes_a_longer_step_where_they_may_lie():
     taken = [step_share(state, participation=False, centered=centered) for centered in (0, 1)]
     assert taken == [1.0, pytest.approx(1.2**0.5)]
     grown = [numbers.growth(learners) for learners in range(1, 65)]
-    assert [policy.mean_growth(learners) for learners in range(1, 65)] == pytest.approx(grown)
+    assert [formulas.mean_growth(learners) for learners in range(1, 65)] == pytest.approx(grown)
     assert (grown[:5], grown[7:]) == ([1.0] * 5, [pytest.approx(1.6**0.5)] * 57)
 
 

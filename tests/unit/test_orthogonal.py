@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco.common.process.config import MeshSection
-from diloco.learner.exchanges import exchanges, received_by_kind
+from diloco.learner.collectives import exchanges, received_by_kind
 from diloco.learner.tensors.mesh import make_mesh, within
 from diloco.learner.tensors.optimizer import orthogonalized
 

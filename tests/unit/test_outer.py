@@ -29,7 +29,7 @@ from diloco.aggregator.arrays.outer import (
     make_outer,
     participation,
 )
-from diloco.common.protocol.code_formats import CODECS, Encoded, decode_numpy, encoded_bytes
+from diloco.common.protocol.codecs import CODECS, Encoded, decode_numpy, encoded_bytes
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.common.protocol.shards import shard_ranges
 from diloco.learner.tensors.quantize_and_pack import encode

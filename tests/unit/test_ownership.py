@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from diloco.common.process.config import MeshSection, SyncSection
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.fragment_kernels import make_kernels
 from diloco.learner.tensors.mesh import make_mesh, param_shardings, within
 from diloco.learner.tensors.placement import Ownership, make_ownership
 from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt_kernels import make_kernels
 
 BLOCK = 16
 # Odd sizes, a scalar, stacks, rows of several fragments, and axes of whole and of broken blocks.

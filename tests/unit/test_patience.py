@@ -11,8 +11,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from gcs_server import GcsServer
 
-from diloco.aggregator.owner import fetcher
-from diloco.aggregator.owner.fetcher import Limited, Patience
+from diloco.aggregator.owner import download_and_verify
+from diloco.aggregator.owner.download_and_verify import Limited, Patience
 from diloco.common.protocol.errors import StoreSlowError, WireError
 from diloco.common.protocol.reasons import is_offence
 from diloco.common.storage.store import MemoryStore
@@ -22,7 +22,7 @@ from diloco.common.storage.store.gcs import open_gcs
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
     """A run in a real store over HTTP, whose reader has little patience."""
-    monkeypatch.setattr(fetcher, "FIRST_S", 0.2)
+    monkeypatch.setattr(download_and_verify, "FIRST_S", 0.2)
     with GcsServer(tmp_path, "bucket") as server:
         # Rounds go on soon without what is not read.
         quick = {"quorum": {"read_timeout_s": 0.1, "deadline_s": 0.2}}

@@ -17,7 +17,7 @@ from bench.rounds import record
 from diloco.aggregator.core import events, machine
 from diloco.common.process.config import load_config, parse_settings
 from diloco.common.protocol import wire
-from diloco.common.protocol.code_formats import encoded_bytes
+from diloco.common.protocol.codecs import encoded_bytes
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.store.gcs.bucket import PART_BYTES
 from diloco.plan import costs

@@ -20,9 +20,9 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.infra.provision.files import read_run
 from diloco.infra.provision.known import known
 from diloco.infra.provision.plan import check
-from diloco.learner.contract import build_task
+from diloco.learner.load_and_check_task import build_task
 from diloco.learner.task import params_shapes
-from diloco.operate.auth import files as auth
+from diloco.operate.auth import nats_config_and_credentials as auth
 from diloco.program import app
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.common.protocol.code_formats import (
+from diloco.common.protocol.codecs import (
     CODECS,
     GREATEST_CODE,
     GREATEST_SCALE,

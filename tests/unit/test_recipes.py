@@ -104,7 +104,7 @@ def test_a_codec(tmp_path: Path) -> None:
     """int2: sixteen codes -1, 0 or 1 in 32 bits."""
     tree = Tree(tmp_path, "A codec")
     tree.edit(
-        "common/protocol/code_formats.py",
+        "common/protocol/codecs.py",
         ('"int8", "int4"]', '"int8", "int4", "int2"]'),
         (
             "FORMS: Final[dict[Codec, Form]] = {\n",
@@ -221,7 +221,7 @@ def test_a_codec(tmp_path: Path) -> None:
         from diloco.aggregator.arrays.outer import close_round, make_outer
         from diloco.common.process.config import SyncSection
         from diloco.common.protocol import shards
-        from diloco.common.protocol.code_formats import Encoded, aligned_zeros, decode_numpy
+        from diloco.common.protocol.codecs import Encoded, aligned_zeros, decode_numpy
         from diloco.learner.tensors.quantize_and_pack import decode_blocks, encode
 
         codec = SyncSection(codec="int2").codec

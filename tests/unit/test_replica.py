@@ -5,7 +5,7 @@ import pytest
 
 from diloco.common.process.config import SyncSection
 from diloco.common.protocol import shards
-from diloco.common.protocol.code_formats import decode_numpy
+from diloco.common.protocol.codecs import decode_numpy
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.learner.tensors.replica import Replica
 

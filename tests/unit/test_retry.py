@@ -8,13 +8,8 @@ import structlog
 
 from diloco.common.process import tasks
 from diloco.common.process.retry import FIRST_BACKOFF_S, LAST_BACKOFF_S, Runtime
-from diloco.common.process.tasks import (
-    AskedToStopError,
-    cancel,
-    first_of,
-    running_loop,
-    unless_asked,
-)
+from diloco.common.process.signals import AskedToStopError, unless_asked
+from diloco.common.process.tasks import cancel, first_of, running_loop
 from diloco.common.protocol.errors import (
     BusUnavailableError,
     ConfigError,

@@ -12,7 +12,7 @@ import structlog
 from records import DIGEST, make_record
 from runlab import RUN, Lab
 
-from diloco.aggregator.watches import CheckpointWatch
+from diloco.aggregator.checkpoint_and_score_watch import CheckpointWatch
 from diloco.common.process import log
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.shards import crc32c

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.common.protocol.code_formats import CODECS, GREATEST_CODE, decode_numpy
+from diloco.common.protocol.codecs import CODECS, GREATEST_CODE, decode_numpy
 from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.shards import (
     HEADER,

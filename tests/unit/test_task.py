@@ -12,7 +12,7 @@ import pytest
 
 from diloco.common.protocol.errors import TaskError
 from diloco.common.protocol.layout import TensorHint
-from diloco.learner.contract import check_task, load_task
+from diloco.learner.load_and_check_task import check_task, load_task
 from diloco.learner.task import Task, held_out_loss, is_floating, params_shapes
 from diloco.learner.tensors.inner_step import make_inner_step
 from diloco.learner.tensors.tree import named_leaves

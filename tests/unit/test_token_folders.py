@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from token_lab import checked, command, make_texts, make_tokenizer, prepared
 
 from diloco.common.protocol.errors import DataError, TaskError
-from diloco.learner.batch_order import GrainData
-from diloco.learner.contract import build_task, load_task
+from diloco.learner.load_and_check_task import build_task, load_task
+from diloco.learner.select_examples import GrainData
 from diloco.models.data.weighted_sources import WeightedSources
 from diloco.models.decoders.token_windows import TokenWindows
 from diloco.models.decoders.tokens import TokenFolders
@@ -163,7 +163,7 @@ TERABYTE = textwrap.dedent("""
     from pathlib import Path
     import jax, numpy as np, psutil
     from diloco.models.decoders.tokens import TokenFolders
-    from diloco.learner.batch_order import GrainData, require_grain
+    from diloco.learner.select_examples import GrainData, require_grain
     require_grain()
     jax.config.update("jax_platforms", "cpu")
     process = psutil.Process()

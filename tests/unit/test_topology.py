@@ -9,7 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 from diloco.common.process.config import make_config
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import ConfigError
 from diloco.learner.dry_run import compile_step, device_bytes, dry_run
 from diloco.learner.island import Island

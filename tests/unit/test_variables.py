@@ -13,7 +13,7 @@ from diloco.common.process.config import SyncSection
 from diloco.common.protocol.errors import ConfigError, DilocoError, TaskError
 from diloco.common.protocol.layout import TensorHint
 from diloco.learner.background import TrafficCounts
-from diloco.learner.contract import check_task, refusals
+from diloco.learner.load_and_check_task import check_task, refusals
 from diloco.learner.synchronizer import EMA, Meter
 from diloco.learner.task import Task, Variables, params_shapes, scores
 from diloco.learner.tensors.inner_step import make_inner_step

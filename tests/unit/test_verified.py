@@ -17,7 +17,7 @@ from diloco.aggregator.compare_and_swap import swap
 from diloco.aggregator.core import memory
 from diloco.aggregator.daemon import aggregate
 from diloco.aggregator.leases import Leases
-from diloco.aggregator.owner.fetcher import read_input, read_payload
+from diloco.aggregator.owner.download_and_verify import read_input, read_payload
 from diloco.aggregator.owner.garbage_collector import Collector, ShardListing
 from diloco.aggregator.owner.recovery import MOST_AHEAD, _merge_again
 from diloco.common.process.config import GcSection

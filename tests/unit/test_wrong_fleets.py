@@ -12,7 +12,7 @@ from small_release import archive_of
 
 from diloco.common.protocol.errors import ConfigError
 from diloco.infra.provision.plan import check
-from diloco.operate.auth import files as auth
+from diloco.operate.auth import nats_config_and_credentials as auth
 
 EXAMPLES = Path(__file__).parents[2] / "infra" / "terraform" / "examples"
 DRAWN: dict[str, dict[str, Any]] = {

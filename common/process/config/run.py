@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from diloco.common.protocol.code_formats import Codec
+from diloco.common.protocol.codecs import Codec
 from diloco.common.protocol.errors import ConfigError, RunMismatchError
 from diloco.common.protocol.layout import Fragment, Layout, Rhythm
 from diloco.common.protocol.names import NAME

@@ -38,7 +38,7 @@ from diloco.common.protocol.wire.encoding import (
     encode,
     note,
 )
-from diloco.common.protocol.wire.records import (
+from diloco.common.protocol.wire.manifests_and_records import (
     Allowance,
     Credit,
     Input,

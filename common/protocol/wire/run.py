@@ -24,7 +24,7 @@ from diloco.common.protocol.wire.encoding import (
     Several,
     Text,
 )
-from diloco.common.protocol.wire.records import ObjectRef, Record
+from diloco.common.protocol.wire.manifests_and_records import ObjectRef, Record
 
 
 class DataPosition(NestedRecord):

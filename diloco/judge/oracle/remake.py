@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import shards, slices, wire
-from diloco.common.protocol.code_formats import (
+from diloco.common.protocol.codecs import (
     GREATEST_CODE,
     LEAST_SCALE,
     Codec,

@@ -21,8 +21,8 @@ from diloco.models.data.places import (
     tidy,
     writer,
 )
+from diloco.run.cli.format_numbers import human_bytes, human_count
 from diloco.run.cli.screen import Hear, say_plainly
-from diloco.run.cli.units import human_bytes, human_count
 
 
 def show(place: str, manifest: TokenManifest) -> None:

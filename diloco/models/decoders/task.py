@@ -17,7 +17,7 @@ from pydantic import Field
 
 from diloco.common.protocol.errors import TaskError
 from diloco.common.storage.share_allocation import Sizes
-from diloco.learner.batch_order import GrainData, require_grain
+from diloco.learner.select_examples import GrainData, require_grain
 from diloco.learner.task import (
     AtLeastOne,
     Batch,

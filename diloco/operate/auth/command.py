@@ -65,7 +65,7 @@ def auth_init(
     ] = 10.0,
 ) -> None:
     """Create the NATS server configuration, a TLS authority, and operator credentials."""
-    from diloco.operate.auth import files as auth
+    from diloco.operate.auth import nats_config_and_credentials as auth
 
     credentials, servers = auth.init(
         folder,
@@ -86,7 +86,7 @@ def auth_init(
 @command(auth_app, "add-learner")
 def auth_add_learner(folder: FolderArgument, name: NameArgument) -> None:
     """Create credentials for a learner."""
-    from diloco.operate.auth import files as auth
+    from diloco.operate.auth import nats_config_and_credentials as auth
 
     _tell_added(folder, auth.add(folder, name, "learner"))
 
@@ -94,7 +94,7 @@ def auth_add_learner(folder: FolderArgument, name: NameArgument) -> None:
 @command(auth_app, "add-aggregator")
 def auth_add_aggregator(folder: FolderArgument, name: NameArgument) -> None:
     """Create credentials for an aggregator."""
-    from diloco.operate.auth import files as auth
+    from diloco.operate.auth import nats_config_and_credentials as auth
 
     _tell_added(folder, auth.add(folder, name, "aggregator"))
 
@@ -112,7 +112,7 @@ def auth_add_reader(
 ) -> None:
     """Create credentials that read the run and publish nothing: followers, page, report, track."""
     from diloco.common.process.credentials import PROCESSES
-    from diloco.operate.auth import files as auth
+    from diloco.operate.auth import nats_config_and_credentials as auth
 
     _tell_added(folder, auth.add(folder, name, "reader", processes or PROCESSES))
 
@@ -133,8 +133,8 @@ def auth_revoke(
     reload: ReloadOption = None,
 ) -> None:
     """Revoke the credentials of a name; nothing else is interrupted."""
-    from diloco.operate.auth import files as auth
     from diloco.operate.auth import guard
+    from diloco.operate.auth import nats_config_and_credentials as auth
 
     if run is None:
         auth.revoke(folder, name)
@@ -148,7 +148,7 @@ def auth_revoke(
 @command(auth_app, "list")
 def auth_list(folder: FolderArgument) -> None:
     """List all credentials."""
-    from diloco.operate.auth import files as auth
+    from diloco.operate.auth import nats_config_and_credentials as auth
 
     for one in auth.identities(folder):
         say_plainly(f"{one.role:<10} {one.name:<40} {one.public_key}")

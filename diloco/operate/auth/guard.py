@@ -24,7 +24,7 @@ from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.bus.jetstream import NatsBus
 from diloco.common.storage.tape import RunContext
-from diloco.operate.auth import files as auth
+from diloco.operate.auth import nats_config_and_credentials as auth
 from diloco.operate.auth.permissions import run_account
 from diloco.run.cli.opening import open_run
 

@@ -13,8 +13,8 @@ from diloco.learner.dry_run import DryRun, FragmentFigures, dry_run, stand_in
 from diloco.learner.library import check_name
 from diloco.learner.topology import gpu_devices, gpu_named, tpu_devices
 from diloco.operate.daemons.command import LearnerOptions
+from diloco.run.cli.format_numbers import human_bytes
 from diloco.run.cli.screen import plain_table
-from diloco.run.cli.units import human_bytes
 
 V5E_GBYTES_PER_S: Final = 819.0
 # For devices that are not present: the function that returns them, and the default topology.

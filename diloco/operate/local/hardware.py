@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from diloco.common.process.accelerators import Accelerators, Kind
 from diloco.common.process.config import AXES, LearnerSection, MeshSection
 from diloco.common.protocol.errors import ConfigError
-from diloco.run.cli.units import human_bytes
+from diloco.run.cli.format_numbers import human_bytes
 
 # Memory of each process outside JAX's reservation: CUDA's own context, kernels.
 CONTEXT_BYTES = 768 << 20

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from diloco.operate.local.fleet import Daemon
 from diloco.operate.local.hardware import Hardware
+from diloco.run.cli.format_numbers import human_bytes
 from diloco.run.cli.screen import STATE_STYLES, plain_table
-from diloco.run.cli.units import human_bytes
 from diloco.run.comparison import TIMES, gap
 from diloco.run.state import RunStatus
 from diloco.show.status.screen import spark

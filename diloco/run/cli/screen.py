@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from diloco.common.protocol.errors import ConfigError
-from diloco.run.cli.units import human_bytes
+from diloco.run.cli.format_numbers import human_bytes
 
 # Colours of a learner's state, and of a finding's severity.
 STATE_STYLES = {

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from diloco.common.process.signals import interrupts_wait
 from diloco.run.cli import options as shared
 from diloco.run.cli.command import command, group
-from diloco.run.cli.loading import interrupts_wait
 
 app = group()
 

@@ -21,9 +21,9 @@ from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMis
 from diloco.common.storage.catchup import delta_of
 from diloco.common.storage.tape import RunContext, first_message, read_record
 from diloco.common.storage.views import load_version, load_view, take_step
+from diloco.run.cli.format_numbers import human_count
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import plain_table, say_json, working
-from diloco.run.cli.units import human_count
 from diloco.run.cli.versions import find_targets
 from diloco.run.model.follower import Follower
 from diloco.run.model.whole import FollowRules
@@ -72,7 +72,7 @@ class Scorer:
     async def of_run(cls, context: RunContext) -> "Scorer":
         """Returns a scorer with the run's task; errors as `model_of` and `GlobalModel.of_run`."""
         # Reading stored scores needs no JAX.
-        from diloco.learner.contract import model_of
+        from diloco.learner.load_and_check_task import model_of
         from diloco.run.model.view import GlobalModel
 
         task = await asyncio.to_thread(model_of, context.settings)
@@ -361,7 +361,7 @@ async def run_evaluate(
                 if score.slices:
                     console.print(by_slice(score))
 
-        from diloco.learner.compiled import keep_programs
+        from diloco.learner.compilation_cache import keep_programs
 
         logger = log.get(run=run.context.run)
         keep_programs(run.config.learner.compilation_cache_dir, logger)

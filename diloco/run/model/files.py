@@ -183,7 +183,7 @@ def _write_for_others(
         ConfigError: it cannot be written, or the task has no such format.
         IntegrityError: the base to merge into is not the run's.
     """
-    from diloco.learner.contract import model_of
+    from diloco.learner.load_and_check_task import model_of
 
     task = model_of(settings)
     files = _files_of(task, settings)

@@ -15,7 +15,7 @@ import numpy as np
 from diloco.common.process.config import sync_of
 from diloco.common.process.credentials import load_credentials
 from diloco.common.process.tasks import cancel, running_loop
-from diloco.common.protocol.code_formats import Codec, Encoded, code_count, decode_numpy
+from diloco.common.protocol.codecs import Codec, Encoded, code_count, decode_numpy
 from diloco.common.protocol.errors import (
     ConfigError,
     DilocoError,

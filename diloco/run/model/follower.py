@@ -16,7 +16,7 @@ import numpy as np
 
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.code_formats import Encoded
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import (
     IntegrityError,
     ObjectMissingError,

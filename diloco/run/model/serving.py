@@ -25,7 +25,8 @@ from diloco.common.process.health import HealthView, report, tell, tell_stopping
 from diloco.common.process.metrics import Metrics
 from diloco.common.process.probes import Probes, make_probes, serving
 from diloco.common.process.retry import Runtime
-from diloco.common.process.tasks import AskedToStopError, cancel, on_signals, unless_asked
+from diloco.common.process.signals import AskedToStopError, on_signals, unless_asked
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Layout
 from diloco.run.cli.folders import make_folder

@@ -15,7 +15,7 @@ from diloco.common.protocol.errors import TaskError
 from diloco.common.protocol.layout import Layout
 from diloco.common.storage.tape import RunContext, load_specification
 from diloco.common.storage.views import load_view
-from diloco.learner.contract import model_of
+from diloco.learner.load_and_check_task import model_of
 from diloco.learner.task import Params, Task, scores
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.tree import loaded_frozen

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
-from diloco.run.cli.units import human_time
+from diloco.run.cli.format_numbers import human_time
 from diloco.run.state import Finding
 
 SEVERITIES = ("warning", "error")

@@ -17,7 +17,8 @@ from rich.console import Console
 
 from diloco.common.process.config import webhook as webhook_of_environment
 from diloco.common.process.retry import Runtime
-from diloco.common.process.tasks import cancel, on_signals
+from diloco.common.process.signals import on_signals
+from diloco.common.process.tasks import cancel
 from diloco.common.protocol.errors import (
     BusUnavailableError,
     ConfigError,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from diloco.run.cli import units
+from diloco.run.cli import format_numbers
 from diloco.run.timeseries import Columns, TimeSeries
 from diloco.show.page import numbers
 from diloco.show.page.lanes import STATES, Lane
@@ -32,7 +32,7 @@ OTHERS = tuple(look for look in CYCLE if look not in ("ink", "red"))
 MOST = 12
 # The number of rounds that a fragment's line shows.
 ROUNDS = 12
-UnitOf = Callable[[float], units.Unit]
+UnitOf = Callable[[float], format_numbers.Unit]
 STATE_LOOKS = dict(zip(STATES, ("sky", "yellow", "orange", "paper"), strict=True))
 PHASE_LOOKS = dict(zip(PHASES, ("grey", "sky", "yellow", "blue", "orange"), strict=True))
 SPENT = {
@@ -53,8 +53,8 @@ def losses(runs: Mapping[str, Shown]) -> list[Panel]:
     runs = {key: run for key, run in runs.items() if len(run.series.inputs) or run.scores}
     if not runs:
         return []
-    tokens = units.count_unit(max(run.series.tokens_merged() for run in runs.values()))
-    time = units.time_unit(max(run.span_s for run in runs.values()))
+    tokens = format_numbers.count_unit(max(run.series.tokens_merged() for run in runs.values()))
+    time = format_numbers.time_unit(max(run.span_s for run in runs.values()))
     over_tokens, over_time = [], []
     for place, (name, run) in enumerate(runs.items()):
         at_s = run.series.inputs["time_s"]
@@ -237,14 +237,14 @@ def throughput(shown: Shown) -> list[Panel]:
     if not len(series.updates):
         return []
     found = {"trained": _tokens(shown, series.updates), "merged": _tokens(shown, series.inputs)}
-    return _rates({"": shown}, found, units.count_unit, "tokens per second")
+    return _rates({"": shown}, found, format_numbers.count_unit, "tokens per second")
 
 
 def throughputs(runs: Mapping[str, Shown]) -> list[Panel]:
     """Returns a panel of the tokens a second that several runs merged, by run."""
     known = {name: run for name, run in runs.items() if len(run.series.updates)}
     found = {name: _tokens(run, run.series.inputs) for name, run in known.items()}
-    return _rates(known, found, units.count_unit, "tokens per second") if known else []
+    return _rates(known, found, format_numbers.count_unit, "tokens per second") if known else []
 
 
 def _tokens(shown: Shown, table: Columns) -> Column:
@@ -260,7 +260,9 @@ def traffic(shown: Shown) -> list[Panel]:
     up = numbers.rate(series.updates["time_s"], series.updates["bytes"], edges_s)
     down_bytes = rounds_of["down_bytes"] * rounds_of["live"]
     down = numbers.rate(rounds_of["stored_s"], down_bytes, edges_s)
-    return _rates({"": shown}, {"up": up, "down": down}, units.byte_unit, "bytes per second")
+    return _rates(
+        {"": shown}, {"up": up, "down": down}, format_numbers.byte_unit, "bytes per second"
+    )
 
 
 def _rates(

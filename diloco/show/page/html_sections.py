@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from diloco.common.protocol import wire
-from diloco.run.cli.units import age, human_bytes, human_count
+from diloco.run.cli.format_numbers import age, human_bytes, human_count
 from diloco.run.findings import grouped
 from diloco.run.state import Finding, FragmentStatus, RunStatus
 from diloco.run.timeseries import TimeSeries

@@ -10,7 +10,7 @@ import numpy as np
 
 from diloco.common.protocol import wire
 from diloco.run.agreement import Pairs
-from diloco.run.cli import units
+from diloco.run.cli import format_numbers
 from diloco.run.timeseries import Column, TimeSeries
 from diloco.show.page.lanes import Lane
 
@@ -76,9 +76,9 @@ class Shown:
         return max(self.series.ends_s - self.begin_s, 1e-3)
 
     @property
-    def unit(self) -> units.Unit:
+    def unit(self) -> format_numbers.Unit:
         """The unit of time axes."""
-        return units.time_unit(self.span_s)
+        return format_numbers.time_unit(self.span_s)
 
     @property
     def since_what(self) -> str:

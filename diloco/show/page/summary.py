@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from diloco.run.cli.units import age, human_bytes, human_count, human_time
+from diloco.run.cli.format_numbers import age, human_bytes, human_count, human_time
 from diloco.run.learner_status import told_adoption
 from diloco.run.state import LearnerStatus
 from diloco.run.timeseries import TimeSeries

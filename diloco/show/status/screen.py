@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.common.process.tasks import cancel
+from diloco.run.cli.format_numbers import age, human_bytes
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import SEVERITY_STYLES, STATE_STYLES, plain_table, say, say_json
-from diloco.run.cli.units import age, human_bytes
 from diloco.run.findings import grouped
 from diloco.run.history import Event, happened
 from diloco.run.state import Delays, Finding, FragmentStatus, LearnerStatus, RunStatus

@@ -33,7 +33,6 @@ from diloco.common.storage.bus.jetstream.connection import (
     stream_info,
     stream_names,
 )
-from diloco.common.storage.bus.jetstream.cursor import Cursor, Cursors
 from diloco.common.storage.bus.jetstream.imported import (
     fill,
     imported_to,
@@ -51,6 +50,7 @@ from diloco.common.storage.bus.jetstream.link import (
     check_address,
     listen_on,
 )
+from diloco.common.storage.bus.jetstream.pull_consumer import Cursor, Cursors
 from diloco.common.storage.bus.protocol import (
     Filled,
     Message,

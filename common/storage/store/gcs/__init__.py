@@ -14,4 +14,4 @@ The only package that imports google.cloud, and requests under it.
 """
 
 from diloco.common.storage.store.gcs.bucket import PART_BYTES
-from diloco.common.storage.store.gcs.store import GcsStore, open_gcs
+from diloco.common.storage.store.gcs.gcs_store import GcsStore, open_gcs

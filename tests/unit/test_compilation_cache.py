@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from diloco.common.process import log
 from diloco.common.process.config import cache_home
-from diloco.learner import compiled
+from diloco.learner import compilation_cache
 
 INTEGRATION = Path(__file__).parents[1] / "integration"
 PROCESS = """
@@ -20,7 +20,7 @@ import json, sys
 import jax
 from diloco.common.process import log
 from diloco.common.process.config import cache_home
-from diloco.learner.compiled import keep_programs
+from diloco.learner.compilation_cache import keep_programs
 
 log.configure()
 counted = {}
@@ -40,7 +40,7 @@ import sys
 import numpy as np
 from diloco.common.process import log
 from diloco.common.process.config import make_config
-from diloco.learner.compiled import keep_programs
+from diloco.learner.compilation_cache import keep_programs
 from diloco.learner.island import Island
 from diloco.learner.train import TaskProgram
 
@@ -99,14 +99,14 @@ def test_a_learner_compiles_few_programs(tmp_path):
 def jax_settings(monkeypatch):
     """Records the settings of JAX instead of applying them."""
     told = {}
-    monkeypatch.setattr(compiled.jax.config, "update", told.__setitem__)
+    monkeypatch.setattr(compilation_cache.jax.config, "update", told.__setitem__)
     return told
 
 
 def test_a_cache_that_cannot_be_written_is_named_once_and_done_without(tmp_path, jax_settings):
     (tmp_path / "file").write_text("")
     with capture_logs() as lines:
-        programs = compiled.keep_programs(str(tmp_path / "file"), log.get())
+        programs = compilation_cache.keep_programs(str(tmp_path / "file"), log.get())
         with programs.compiling("these"):
             pass
     (line,) = lines
@@ -124,21 +124,21 @@ def test_the_users_cache_is_where_the_environment_says_if_that_is_absolute(tmp_p
 
 
 def test_where_a_program_lies_is_not_in_its_key(tmp_path, jax_settings):
-    programs = compiled.keep_programs(str(tmp_path / "kept"), log.get())
+    programs = compilation_cache.keep_programs(str(tmp_path / "kept"), log.get())
     assert jax_settings["jax_compilation_cache_dir"] == str(programs.folder)
     assert jax_settings["jax_persistent_cache_enable_xla_caches"] == "none"
     assert programs.folder.stat().st_mode & 0o77 == 0
 
 
 def test_a_process_that_is_stopped_is_not_waited_for_for_ever(tmp_path, jax_settings, monkeypatch):
-    programs = compiled.keep_programs(str(tmp_path), log.get())
+    programs = compilation_cache.keep_programs(str(tmp_path), log.get())
     with programs.compiling("these"):
         (lock,) = programs.folder.glob("*.lock")
     # Another of the same waits, and one of others does not.
     with lock.open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         patience = []
-        monkeypatch.setattr(compiled, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(compilation_cache, "PATIENCE_S", 0.0)
         for what in ("these", "others", None):
             with programs.compiling(what):
                 patience.append(what)
@@ -146,11 +146,11 @@ def test_a_process_that_is_stopped_is_not_waited_for_for_ever(tmp_path, jax_sett
 
 
 def test_programs_that_were_used_least_recently_make_room(tmp_path, jax_settings, monkeypatch):
-    folder = compiled.keep_programs(str(tmp_path), log.get()).folder
+    folder = compilation_cache.keep_programs(str(tmp_path), log.get()).folder
     for age, name in enumerate(("new", "older", "oldest")):
         path = folder / f"{name}-cache"
         path.write_bytes(bytes(100))
         os.utime(path, (1e9 - age, 1e9 - age))
-    monkeypatch.setattr(compiled, "MOST_BYTES", 250)
-    compiled.keep_programs(str(tmp_path), log.get())
+    monkeypatch.setattr(compilation_cache, "MOST_BYTES", 250)
+    compilation_cache.keep_programs(str(tmp_path), log.get())
     assert {path.name for path in folder.glob("*-cache")} == {"new-cache", "older-cache"}

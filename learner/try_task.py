@@ -15,8 +15,8 @@ import numpy as np
 from diloco.common.process.config import Config, MeshSection, warnings
 from diloco.common.protocol.errors import DilocoError, TaskError
 from diloco.common.protocol.layout import Layout
-from diloco.learner.contract import batches_ended, build_task, refusals
 from diloco.learner.dry_run import device_bytes
+from diloco.learner.load_and_check_task import batches_ended, build_task, refusals
 from diloco.learner.task import Params, Task, scores
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import StepOutcome, make_inner_step

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from diloco.common.protocol.code_formats import Codec, Encoded
+from diloco.common.protocol.codecs import Codec, Encoded
 from diloco.common.protocol.layout import Layout, Piece, Tensor
 from diloco.learner.tensors.mesh import Cuts, cuts_of, fit, sharding_of, single
 from diloco.learner.tensors.quantize_and_pack import decode_blocks, encode_blocks

@@ -6,7 +6,7 @@ from statistics import median_high, median_low
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.aggregator.core.persistent import PersistentMap, Ranked, Tally
+from diloco.aggregator.core.immutable_collections import PersistentMap, Ranked, Tally
 
 KEYS = st.sampled_from("abcdef")
 NUMBERS = st.floats(allow_nan=False)

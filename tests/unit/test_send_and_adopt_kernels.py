@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import advance_view
 
-from diloco.common.protocol.code_formats import CODECS, Encoded, decode_numpy
+from diloco.common.protocol.codecs import CODECS, Encoded, decode_numpy
 from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.common.protocol.shards import pack, unpack
-from diloco.learner.tensors.fragment_kernels import Kernels, Leaves, make_kernels
 from diloco.learner.tensors.placement import make_ownership
 from diloco.learner.tensors.quantize_and_pack import encode
+from diloco.learner.tensors.send_and_adopt_kernels import Kernels, Leaves, make_kernels
 
 codecs = st.sampled_from(CODECS)
 DTYPES = ("float32", "bfloat16", "float16")

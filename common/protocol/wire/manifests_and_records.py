@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from diloco.common.protocol.code_formats import Codec
+from diloco.common.protocol.codecs import Codec
 from diloco.common.protocol.wire.encoding import (
     MAX_AXES,
     MAX_SHARDS,

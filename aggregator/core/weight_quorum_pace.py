@@ -14,7 +14,7 @@ from diloco.common.process.config import (
     settings_of,
 )
 from diloco.common.protocol import wire
-from diloco.common.protocol.code_formats import Codec
+from diloco.common.protocol.codecs import Codec
 from diloco.common.protocol.layout import Layout, Rhythm
 
 # Weight of the newest observation in the moving averages of times. The paper names EMAs without

@@ -24,7 +24,7 @@ from diloco.aggregator.core.events import Fetch
 from diloco.common.process import cores, log, metrics
 from diloco.common.process.tasks import Tasks
 from diloco.common.protocol import shards, slices, wire
-from diloco.common.protocol.code_formats import (
+from diloco.common.protocol.codecs import (
     Encoded,
     aligned_empty,
     code_count,

@@ -6,7 +6,7 @@ import dataclasses
 import structlog
 from runlab import RUN, Lab
 
-from diloco.aggregator.watches import ScoreWatch
+from diloco.aggregator.checkpoint_and_score_watch import ScoreWatch
 from diloco.common.process import log
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import StoreUnavailableError

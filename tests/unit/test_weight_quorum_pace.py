@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.aggregator.core import admission, policy
+from diloco.aggregator.core import admission
+from diloco.aggregator.core import weight_quorum_pace as formulas
 from diloco.aggregator.core.members import Member, Members
 from diloco.common.process.config import QuorumSection, StalenessSection, make_config
 from diloco.common.protocol import names, shards, slices, wire
@@ -15,7 +16,7 @@ from diloco.common.protocol.layout import Rhythm, Tensor, make_layout
 LAYOUT = make_layout([Tensor(name="w", shape=(48, 64), dtype="float32")], fragments=1, block=32)
 
 
-def make_rules(**sections) -> policy.FragmentRules:
+def make_rules(**sections) -> formulas.FragmentRules:
     document = {
         "run": {"name": "rules", "steps": 480},
         "store": {"url": "unused"},
@@ -23,7 +24,7 @@ def make_rules(**sections) -> policy.FragmentRules:
     }
     for name, section in sections.items():
         document[name] = {**document.get(name, {}), **section}
-    return policy.fragment_rules(make_config(document, source="test").settings(), LAYOUT, 0)
+    return formulas.fragment_rules(make_config(document, source="test").settings(), LAYOUT, 0)
 
 
 def test_rules_of_a_fragment_come_from_settings_and_layout():
@@ -42,7 +43,7 @@ def test_rules_of_a_fragment_come_from_settings_and_layout():
 )
 def test_the_weight_is_quantity_times_quality(tokens, steps, expected):
     """P §3: w = c_tokens x (c_tokens / c_steps)."""
-    assert policy.weight(tokens, steps) == expected
+    assert formulas.weight(tokens, steps) == expected
 
 
 # docs/design/paper.md, section 4, worked out by hand.
@@ -60,7 +61,7 @@ DISCOUNTS = [
 def test_discounts_of_the_table(rule, constants, table):
     section = StalenessSection(rule=rule, **constants)
     for staleness, expected in table.items():
-        assert policy.discount(section, staleness) == pytest.approx(expected, rel=1e-9)
+        assert formulas.discount(section, staleness) == pytest.approx(expected, rel=1e-9)
 
 
 sections = st.builds(
@@ -74,25 +75,25 @@ sections = st.builds(
 
 @given(sections, st.integers(0, 10_000))
 def test_a_discount_only_shrinks_and_does_so_with_staleness(section, staleness):
-    now, later = policy.discount(section, staleness), policy.discount(section, staleness + 1)
+    now, later = formulas.discount(section, staleness), formulas.discount(section, staleness + 1)
     assert 0 <= later <= now <= 1
-    assert policy.discount(section, 0) == 1
+    assert formulas.discount(section, 0) == 1
 
 
 # Time
 
 
 def test_the_moving_average_begins_with_its_first_value():
-    assert policy.ema(0.0, 8.0) == 8.0
-    assert policy.ema(8.0, 4.0) == 6.0
-    assert policy.ema(6.0, 6.0) == 6.0
+    assert formulas.ema(0.0, 8.0) == 8.0
+    assert formulas.ema(8.0, 4.0) == 6.0
+    assert formulas.ema(6.0, 6.0) == 6.0
 
 
 @pytest.mark.parametrize(
     ("least", "live", "expected"), [(1, 0, 1), (3, 0, 1), (3, 2, 2), (3, 3, 3), (3, 9, 3)]
 )
 def test_the_effective_quorum_is_what_the_live_can_reach(least, live, expected):
-    assert policy.effective_quorum(QuorumSection(min_learners=least), live) == expected
+    assert formulas.effective_quorum(QuorumSection(min_learners=least), live) == expected
 
 
 @pytest.mark.parametrize(
@@ -100,8 +101,8 @@ def test_the_effective_quorum_is_what_the_live_can_reach(least, live, expected):
     [(0, 3, 1), (1, 3, 1), (2, 3, 2), (3, 3, 2), (4, 3, 3), (5, 4, 4), (8, 6, 6)],
 )
 def test_where_learners_may_lie_two_thirds_are_a_quorum_and_three_of_the_first(live, first, later):
-    assert policy.robust_quorum(live, 0) == first
-    assert policy.robust_quorum(live, 1) == later
+    assert formulas.robust_quorum(live, 0) == first
+    assert formulas.robust_quorum(live, 1) == later
 
 
 def usual_s(steps_s):
@@ -112,17 +113,17 @@ def usual_s(steps_s):
 
 def test_the_median_learner_sets_the_pace():
     rules = make_rules(quorum={"pace": 0.5})
-    assert policy.pace_s(rules, usual_s([2.0, 1.0, 4.0])) == 24.0
-    assert policy.pace_s(rules, usual_s([2.0, 1.0, 4.0]), 6) == 6.0
+    assert formulas.pace_s(rules, usual_s([2.0, 1.0, 4.0])) == 24.0
+    assert formulas.pace_s(rules, usual_s([2.0, 1.0, 4.0]), 6) == 6.0
     # Of two, and of the middle two, the faster.
-    assert policy.pace_s(rules, usual_s([2.0, 1.0])) == 12.0
-    assert policy.pace_s(rules, usual_s([8.0, 1.0, 4.0, 2.0])) == 24.0
+    assert formulas.pace_s(rules, usual_s([2.0, 1.0])) == 12.0
+    assert formulas.pace_s(rules, usual_s([8.0, 1.0, 4.0, 2.0])) == 24.0
     # One that has not said how fast it is does not count; nobody has: no pace.
-    assert policy.pace_s(rules, usual_s([0.0, 2.0])) == 24.0
-    assert policy.pace_s(rules, usual_s([0.0])) == 0.0
-    assert policy.pace_s(rules, usual_s([])) == 0.0
-    assert policy.pace_s(make_rules(quorum={"pace": 0}), usual_s([1.0])) == 0.0
-    assert policy.pace_s(make_rules(sync={"mode": "lockstep"}), usual_s([1.0])) == 0.0
+    assert formulas.pace_s(rules, usual_s([0.0, 2.0])) == 24.0
+    assert formulas.pace_s(rules, usual_s([0.0])) == 0.0
+    assert formulas.pace_s(rules, usual_s([])) == 0.0
+    assert formulas.pace_s(make_rules(quorum={"pace": 0}), usual_s([1.0])) == 0.0
+    assert formulas.pace_s(make_rules(sync={"mode": "lockstep"}), usual_s([1.0])) == 0.0
 
 
 @pytest.mark.parametrize("claim", [1e-12, 1e-9, 1e12])
@@ -130,8 +131,8 @@ def test_one_step_time_moves_pace_and_grace_no_further_than_another_honest_one(c
     rules = make_rules(quorum={"pace": 0.5, "grace_cap_s": 1e9})
     honest = [1.0, 1.1, 1.2]
     for steps in ([claim, *honest], [claim, *honest[:2]]):
-        assert 12.0 <= policy.pace_s(rules, usual_s(steps)) <= 14.4
-        assert 0.9 * 2 <= policy.grace_s(rules, usual_s(steps), 0.0, 0.0) <= 0.9 * 2 * 1.2
+        assert 12.0 <= formulas.pace_s(rules, usual_s(steps)) <= 14.4
+        assert 0.9 * 2 <= formulas.grace_s(rules, usual_s(steps), 0.0, 0.0) <= 0.9 * 2 * 1.2
 
 
 def test_an_allowance_grows_with_time_up_to_ten_seconds_worth():
@@ -149,12 +150,12 @@ def test_grace_is_a_share_of_the_slack():
     rules = make_rules(
         sync={"overlap_steps": 2}, quorum={"grace_fraction": 0.5, "grace_cap_s": 3.0}
     )
-    assert policy.grace_s(rules, usual_s([2.0, 9.0]), 1.0, 0.5) == 0.5 * (2 * 2.0 - 1.5)
-    assert policy.grace_s(rules, usual_s([2.0]), 3.0, 1.0) == 0.0
-    assert policy.grace_s(rules, usual_s([2.0]), 9.0, 9.0) == 0.0, "never less than nothing"
-    assert policy.grace_s(rules, usual_s([100.0]), 1.0, 1.0) == 3.0, "never more than the cap"
-    assert policy.grace_s(rules, usual_s([0.0]), 1.0, 1.0) == 0.0
-    assert policy.grace_s(rules, usual_s([]), 1.0, 1.0) == 0.0
+    assert formulas.grace_s(rules, usual_s([2.0, 9.0]), 1.0, 0.5) == 0.5 * (2 * 2.0 - 1.5)
+    assert formulas.grace_s(rules, usual_s([2.0]), 3.0, 1.0) == 0.0
+    assert formulas.grace_s(rules, usual_s([2.0]), 9.0, 9.0) == 0.0, "never less than nothing"
+    assert formulas.grace_s(rules, usual_s([100.0]), 1.0, 1.0) == 3.0, "never more than the cap"
+    assert formulas.grace_s(rules, usual_s([0.0]), 1.0, 1.0) == 0.0
+    assert formulas.grace_s(rules, usual_s([]), 1.0, 1.0) == 0.0
 
 
 # What a manifest alone shows
