@@ -98,7 +98,7 @@ def plain(*, steps: int, seed: int, matrices: int = 0, **options: Any) -> Task:
         matrices: so many parameters in matrices that are pushed up and down at random, where only
             the size of gradients and parameters counts: a step costs a pass or two over them. 0 for
             a transformer.
-        options: of the transformer, as of `bench.tasks:build`.
+        options: of the transformer, as in `bench.tasks:build`.
     """
     if matrices:
         return _matrices(seed, matrices)

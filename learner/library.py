@@ -421,7 +421,7 @@ def member_of(
     tokens_per_step: int | None,
     warm_up: Callable[[Params], object] | None,
 ) -> Member:
-    """Makes the loop's `Member`; arguments and errors as of `join`."""
+    """Makes the loop's `Member`; arguments and errors as in `join`."""
     check_name(learner)
     return Member.of(
         like,

@@ -58,7 +58,7 @@ def load_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> 
 
 
 def build_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> Task:
-    """Imports and builds a task, but draws no batch; arguments and errors as of `load_task`."""
+    """Imports and builds a task, but draws no batch; arguments and errors as in `load_task`."""
     function = function_of(build)
     arguments = _bind(build, function, {"steps": steps, "seed": seed}, options)
     task = function(**arguments)

@@ -12,7 +12,7 @@ Patterns = Sequence[Annotated[str, Field(min_length=1)]]
 
 
 class Chosen(NamedTuple):
-    """The choice of parameters to train: a pattern of `trained` and none of `frozen` names them."""
+    """The parameters to train: their names fit a pattern of `trained`, and none of `frozen`."""
 
     trained: Patterns
     frozen: Patterns

@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
 
 
 class _Call:
-    """The model as a loss calls it, with given variables; a call's changes go into `values`."""
+    """The model with given values of its variables; a call stores changed values in `values`."""
 
     def __init__(self, model: Any, values: Mapping[str, Any], training: bool) -> None:
         self._model, self.values, self._training = model, dict(values), training
@@ -56,8 +56,8 @@ class Keras:
         opening: the options; its `make` returns the built model.
 
     Raises:
-        TaskError: `make` returns no built model, two variables of it have one path, or a pattern
-            names no parameter.
+        TaskError: `make` returns no built model, two of its variables have the same path, or a
+            pattern names no parameter.
         ConfigError: Keras has another backend than JAX.
     """
 
@@ -97,7 +97,7 @@ class Keras:
         return frozen or None
 
     def measure(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Evaluated:
-        """Returns loss, metrics and new state; without a key, of evaluation, without penalties."""
+        """Returns loss, metrics and new state; without a key, as in evaluation: no penalties."""
         values = self._seeded(jax.random.key(0) if key is None else key)
         for part in variables:
             values |= part or {}
@@ -123,10 +123,10 @@ class Keras:
 
 
 def _made(make: Callable[[], Any], seed: int) -> Any:
-    """Returns the model, made in host memory: a learner's devices hold the run's variables alone.
+    """Makes the model in host memory, as a learner's devices hold the run's variables alone.
 
     Raises:
-        TaskError: `make` returns no built model, or two of its variables have one path.
+        TaskError: `make` returns no built model, or two of its variables have the same path.
         ConfigError: Keras has another backend than JAX.
     """
     if (backend := keras.backend.backend()) != "jax":
@@ -164,7 +164,7 @@ def load_model(run: str | Path, make: Callable[[], Any]) -> Any:
     """Returns a model of Keras with the newest global weights of a run of this task.
 
     Args:
-        run: as of `diloco.load`.
+        run: as in `diloco.load`.
         make: the function that the task's option `module` names.
 
     Raises:

@@ -1,6 +1,6 @@
 """Tasks around models of other libraries: options, data, loss and optimizer.
 
-A `Network` has the functions of a library's model; `nnx` and `keras` have one each.
+A `Network` wraps a library's model as functions; the modules `nnx` and `keras` define one each.
 
 Shapes: B rows of a batch, L tokens of a row, V vocabulary.
 """
@@ -54,14 +54,14 @@ class Network(Protocol):
         """Returns the frozen leaves, as the user's function makes them on this machine."""
 
     def measure(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Evaluated:
-        """Returns loss, metrics and new state with these variables; of evaluation without a key."""
+        """Returns loss, metrics and new state of a batch; without a key, as in evaluation."""
 
     def is_mean(self, name: str) -> bool:
         """True if a leaf of the state is batch statistics, which learners average."""
 
 
 class _Columns:
-    """A sequence of examples that are rows of a tree of arrays, all of one length."""
+    """A sequence of examples: example i has row i of each array of a tree; equal lengths."""
 
     def __init__(self, arrays: Any) -> None:
         self._arrays = arrays
@@ -92,7 +92,7 @@ def _examples(name: str, batch: int, eval_batches: int) -> _Sides:
     """Returns the examples of the user's function `name`, without an end token.
 
     Raises:
-        TaskError: it returns something else, or holds out less than a batch.
+        TaskError: the function returns something else, or holds out less than a batch.
     """
     import grain
 
@@ -117,7 +117,7 @@ def _examples(name: str, batch: int, eval_batches: int) -> _Sides:
 
 
 def _folders(data: Data, vocab: int | None, length: int, seed: int, rows: int) -> _Sides:
-    """Returns rows of folders of tokens, int[L + 1] each; ~t is a token t without a loss."""
+    """Returns the examples of folders of tokens: int[L + 1]; ~t is a token t without a loss."""
     if vocab is None:
         raise TaskError(
             "folders of tokens need the option vocab",
@@ -145,7 +145,7 @@ class Opening(NamedTuple):
     batch: Batch
 
     def measured(self, model: Any, batch: Batch) -> Evaluated:
-        """Returns loss and further scalars of a batch, whichever of them `loss` returns."""
+        """Returns a batch's loss, and the further scalars, which are {} if `loss` returns none."""
         told = self.loss(model, batch)
         value, metrics = told if isinstance(told, tuple) else (told, {})
         return Evaluated(value, metrics)
@@ -245,11 +245,11 @@ def newest(run: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     """Returns the newest global variables of a run of `nnx` or `keras`, by path in the model.
 
     Args:
-        run: as of `diloco.load`.
+        run: as in `diloco.load`.
         shapes: shapes of the model's variables, by their paths.
 
     Raises:
-        RunMismatchError: the run has a variable that the model has not, or in another shape.
+        RunMismatchError: the model lacks a variable of the run, or has it in another shape.
         DilocoError: as `diloco.load`.
     """
     found = {name.partition("/")[2]: values for name, values in load(run).items()}
@@ -318,7 +318,7 @@ def task_of(library: str, opened: Callable[[Opening], Network], logits: Logits) 
             eval_batches: held-out batches, at most.
             accumulate: parts of a batch whose gradients are accumulated.
             shares: shares of each epoch, which learners claim; 0: each learner reads all.
-            workers: processes that read.
+            workers: processes that read the data.
 
         Raises:
             TaskError: an option has a wrong type or value, or names something that does not exist.

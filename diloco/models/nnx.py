@@ -120,7 +120,7 @@ def load_model(run: str | Path, make: Callable[..., Any]) -> Any:
     """Returns a module of flax.nnx with the newest global variables of a run of this task.
 
     Args:
-        run: as of `diloco.load`.
+        run: as in `diloco.load`.
         make: the function that the task's option `module` names.
 
     Raises:

@@ -92,7 +92,7 @@ def join(
             process group each rank joins, with a module wrapped by `fully_shard` or in
             DistributedDataParallel.
         table: the run's leaf for each parameter, by the parameter's name in the module.
-        tokens_per_step: as of `diloco.join`.
+        tokens_per_step: as in `diloco.join`.
         replicated: ranks keep the whole module equal by other means than these two.
     """
     tensors = _tensors_of(module, replicated)

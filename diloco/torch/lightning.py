@@ -16,7 +16,7 @@ from diloco.torch.trainers import TrainerLoop, follow_clock
 class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
     """Makes a Lightning `Trainer` a learner of a run, for as long as `fit` trains.
 
-    Args and errors as of `diloco.torch.transformers.DilocoCallback`.
+    Args and errors as in `diloco.torch.transformers.DilocoCallback`.
     """
 
     def __init__(self, file: str | Path, *, learner: str, **options: Any) -> None:

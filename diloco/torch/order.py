@@ -81,13 +81,13 @@ def give_order(
 
     Args:
         loader: the trainer's loader.
-        learner: as of `LearnerOrder`.
+        learner: as in `LearnerOrder`.
         accumulated: batches in a step.
-        position: as of `LearnerOrder`.
+        position: as in `LearnerOrder`.
         batches: batches in an epoch; None: all that the loader has.
         trained: steps done by the trainer's own count; the trainer skips the steps already
             done in the epoch where it resumes.
-        seed: as of `LearnerOrder`.
+        seed: as in `LearnerOrder`.
 
     Raises:
         ConfigError: the loader's order is not a shuffled one of all its examples.

@@ -29,7 +29,7 @@ class RankTensors(ModuleTensors):
 
     Args:
         module: wrapped by `fully_shard`, or in DistributedDataParallel.
-        replicated: as of `diloco.torch.join`.
+        replicated: as in `diloco.torch.join`.
 
     Raises:
         ConfigError: a parameter differs by rank, or is divided in a way that JAX does not have.

@@ -26,7 +26,7 @@ class TrainerLoop:
     Args:
         file: the run's TOML file.
         learner: name of this learner in the run.
-        table, tokens_per_step: as of `diloco.torch.join`.
+        table, tokens_per_step: as in `diloco.torch.join`.
         own_data: no other learner has this learner's data, in whatever order it is read.
 
     Attributes:
@@ -77,7 +77,7 @@ class TrainerLoop:
         Args:
             module: the module that is trained.
             checkpoint: this loop's entry in the trainer's checkpoint, if it resumes from one.
-            replicated: as of `diloco.torch.join`.
+            replicated: as in `diloco.torch.join`.
 
         Raises:
             ConfigError: the checkpoint is another learner's.

@@ -23,7 +23,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
     Args:
         file: the run's TOML file.
         learner: name of this learner in the run.
-        options: `table` and `tokens_per_step` as of `diloco.torch.join`; `own_data=True`: no other
+        options: `table` and `tokens_per_step` as in `diloco.torch.join`; `own_data=True`: no other
             learner has this learner's data, which is read in the trainer's order.
 
     Raises:

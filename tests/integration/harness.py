@@ -232,7 +232,7 @@ class World:
         program: Sequence[str] = ("diloco",),
         python: Path | None = None,
     ) -> Process:
-        """Start `diloco ARGUMENTS...`, with a log of its own; `python` as of `Process`."""
+        """Start `diloco ARGUMENTS...`, with a log of its own; `python` as in `Process`."""
         log_path = self.folder / f"{name}-{len(self.processes)}.log"
         process = Process([*arguments], log_path, cwd=self.folder, program=program, python=python)
         self.processes.append(process)
@@ -243,12 +243,12 @@ class World:
         create_from(self.config, None)
 
     def aggregator(self, **options: Any) -> Process:
-        """One aggregator; `options` as of `start`."""
+        """One aggregator; `options` as in `start`."""
         config = str(self.config_path)
         return self.start("aggregator", "aggregator", "--config", config, **options)
 
     def learner(self, name: str, further: Sequence[str] = (), **options: Any) -> Process:
-        """One learner, with further arguments; `options` as of `start`."""
+        """One learner, with further arguments; `options` as in `start`."""
         arguments = ("--config", str(self.config_path), "--learner", name, *further)
         return self.start(name, "learner", *arguments, **options)
 

@@ -166,7 +166,7 @@ def _undecodable(error: Exception) -> WireError:
 
 
 def unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
-    """Returns the fields of a message, if this program reads its schema; errors as of `decode`."""
+    """Returns the fields of a message, if this program reads its schema; errors as in `decode`."""
     _check_limits(payload, limit_bytes)
     try:
         fields = msgpack.unpackb(payload, use_list=False, strict_map_key=True, **LIMITS)

@@ -146,7 +146,7 @@ class Bus(Protocol):
     async def filled(self, stream: str) -> Filled:
         """Returns how full a stream is, and how many readers it has.
 
-        Staleness: as of `last_sequence`; messages published meanwhile are not counted.
+        Staleness: as in `last_sequence`; messages published meanwhile are not counted.
 
         Raises:
             StreamMissingError: there is no such stream.

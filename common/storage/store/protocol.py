@@ -76,7 +76,7 @@ class ObjectStore(Protocol):
             ObjectUnreadableError: the name belongs to something else than a plain object.
             StoreSlowError: reading took longer than `within_s`.
             StoreUnavailableError: a transient fault, or the bytes come damaged again and again.
-            StoreError: as of `put`.
+            StoreError: as in `put`.
         """
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
@@ -86,7 +86,7 @@ class ObjectStore(Protocol):
 
         Raises:
             ObjectRangeError: the range is empty, or ends beyond the object.
-            StoreError: as of `get`, except for size and time.
+            StoreError: as in `get`, except for size and time.
         """
 
     def list(self, prefix: str) -> list[ObjectInfo]:
@@ -106,7 +106,7 @@ class ObjectStore(Protocol):
 
         Raises:
             StoreUnavailableError: a transient fault.
-            StoreError: as of `put`.
+            StoreError: as in `put`.
         """
 
 

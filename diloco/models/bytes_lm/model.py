@@ -4,7 +4,7 @@ Pre-norm blocks (RMSNorm, arXiv 1910.07467) with rotary positions (arXiv 2104.09
 multi-head attention and a SwiGLU (arXiv 2002.05202) or GELU MLP; no biases. The blocks are one
 `lax.scan`, so each of their tensors is stacked over layers along a leading axis N.
 
-Shapes: B batch, L positions (M: positions looked at), T = B * L tokens, D model width, H heads, K
+Shapes: B batch, L positions (M: positions attended to), T = B * L tokens, D model width, H heads, K
 width of a head (D = H * K), F width of the MLP, V vocabulary, N layers.
 """
 

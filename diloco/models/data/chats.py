@@ -1,9 +1,9 @@
 """Renders chats as text by a tokenizer's chat template, and finds the assistant's parts.
 
 Rules:
-  1. If a template marks what the assistant generates (`{% generation %}`), these marks count. With
-     another template, an answer is the text that the template adds for that message behind its
-     prompt: so the text up to each message must be a prefix of the whole chat's text.
+  1. If a template marks what the assistant generates (`{% generation %}`), these marks count. For
+     another template, an answer is the text that follows the prompt when the template renders that
+     message too. So the text up to each message must be a prefix of the whole chat's text.
   2. Messages that a template would drop or garble silently are refused: unknown roles, messages
      without content, text that spells a special token.
 """

@@ -105,8 +105,8 @@ class PrepareArguments:
 def prepare(arguments: PrepareArguments) -> None:
     """Make token files of documents, for `diloco.models.decoders:build`.
 
-    The files depend on sources and options alone. What was ended midway, by a SIGKILL too,
-    continues by the same command. See docs/data.md.
+    The files depend on sources and options alone. After an interruption, even by SIGKILL, the same
+    command continues the work. See docs/data.md.
     """
     from diloco.common.process import cores
     from diloco.common.process.config import encode_on_threads
@@ -133,7 +133,7 @@ def copy(
 ) -> None:
     """Copy prepared data, such as from a bucket to a learner's disk; each shard is verified.
 
-    What was ended midway continues by the same command.
+    After an interruption, the same command continues the copy.
     """
     from diloco.models.data.folder import copy, show
 

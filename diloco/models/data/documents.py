@@ -3,8 +3,8 @@
 Rules:
   1. Content that is not text, and a line or row without a document, are refused with their place.
      Only empty documents are skipped, and these are counted.
-  2. Columns are read by `datasets`. Lines are read here: of JSON lines that library silently makes
-     texts of numbers and nothing of missing fields, and it tells neither file nor line (ADR 72).
+  2. Columns are read by `datasets`. Lines are read here, since in JSON lines that library silently
+     turns numbers into texts and ignores missing fields, and names neither file nor line (ADR 72).
 """
 
 import bz2
@@ -289,7 +289,7 @@ def _object_of(file: SourceFile, at: int, line: bytes, field: str) -> dict[str, 
 
 
 def _decoded(file: SourceFile, at: int, data: bytes) -> str:
-    """Text of bytes that begin at byte `at` of the file."""
+    """Returns the text of bytes that begin at byte `at` of the file."""
     try:
         text = data.decode()
         place = data.find(0)

@@ -87,7 +87,7 @@ def copy(source: str, out: str, hear: Hear) -> TokenManifest:
     with alone_in(out):
         _check_free(out, json_bytes(manifest))
         store = writer(out)
-        # It says of a copy that was ended midway what it was to be.
+        # It names the data that an interrupted copy was to have.
         store.put(PLAN, json_bytes(manifest))
         there = {info.name: info.size_bytes for info in store.list("")}
         done = 0

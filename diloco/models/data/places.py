@@ -101,7 +101,7 @@ def alone_in(place: str) -> Iterator[None]:
 
 
 def tidy(place: str, store: ObjectStore) -> None:
-    """Removes the files that only an unfinished preparation needs; the plan goes last."""
+    """Removes the files that only an unfinished preparation needs; the plan is removed last."""
     for info in store.list(f"{UNFINISHED}/"):
         store.delete(info.name)
     if (folder := local_folder(place)) is not None:

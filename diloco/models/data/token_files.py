@@ -1,7 +1,7 @@
 """Reads token files of other tools: nanoGPT's `.bin`, llm.c's, and Megatron's with its `.idx`.
 
 Layouts, little-endian:
-  - nanoGPT: uint16 tokens and nothing else; uint32 here where the tokenizer has more than 65,536.
+  - nanoGPT: uint16 tokens and nothing else; uint32 if the tokenizer has more than 65,536.
   - llm.c: 256 int32 (a magic number, a version, the number of tokens, zeros), then the tokens,
     with the token that ends a text before each.
   - Megatron: tokens and nothing else. The index has a magic of 9 bytes, a version (u64), the dtype
@@ -34,7 +34,7 @@ Tokens = npt.NDArray[np.integer]
 
 
 class TokenDocument(NamedTuple):
-    """The tokens of a document, and the next one's start: index of a token or Megatron document."""
+    """A document's tokens, and the next one's start: the index of a token or Megatron document."""
 
     tokens: Tokens
     after: int

@@ -34,14 +34,17 @@ def make_attention(
     kind: str,
     blocks_BxL: jax.Array | None = None,
 ) -> Attend:
-    """Returns causal attention within documents, and within the window in sliding layers.
+    """Returns a function that computes causal attention within each document.
+
+    In sliding layers, a position attends only to those within the window before it.
 
     Args:
         config: the decoder's configuration.
         segments_BxL: each token's document, int [B, L].
         kind: "plain", "splash", or "auto": splash attention on TPUs, if it fits.
-        blocks_BxL: numbers above 0 of images, whose tokens attend to each other both ways in
-            sliding layers; 0 elsewhere. None: there are none.
+        blocks_BxL: the number of each token's image, int [B, L], from 1 on; 0: the token is of no
+            image. In sliding layers an image's tokens attend to each other both ways. None: there
+            are no images.
 
     Raises:
         TaskError: kind is "splash", and splash attention does not fit.
@@ -212,5 +215,5 @@ def _kernel(mask: masks.Mask, *, heads: int, cap: float | None, interpret: bool)
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
-    """Swaps the axes of positions and heads, [B, L, H, K] and [B, H, L, K]."""
+    """Swaps the axes of positions and heads: [B, L, H, K] to [B, H, L, K], or back."""
     return jnp.swapaxes(x, 1, 2)

@@ -2,7 +2,8 @@
 
 Values are read when they are needed: a `Rows` has a shape, and reads rows of its first axis. The
 headers of all files are checked first, so that a missing file or a wrong shape is found before
-anything is done. A folder is written beside its place and renamed: one that stands there is whole.
+anything is done. A folder is written under a temporary name and renamed at the end, so that a
+folder under its own name is complete.
 """
 
 import itertools
@@ -52,13 +53,14 @@ FUSED = "mlp"
 
 
 class Place(NamedTuple):
-    """The place of a tensor in a checkpoint.
+    """The place of a tensor in a checkpoint: a part of a tensor of a file, or all of it.
 
     Attributes:
         path: the file.
-        tensor: name of a tensor in the file; this is its `part`.
+        tensor: name of a tensor in the file.
         shape: shape of the part.
         dtype: dtype in the file, by its name in safetensors.
+        part: indices that take the part from the file's tensor; (): the whole tensor.
     """
 
     path: Path
@@ -219,7 +221,7 @@ def _joined(one: dict[str, Place], other: dict[str, Place]) -> dict[str, Place]:
 
 
 def _textual(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
-    """The parameters' tensors, without old checkpoints' tables of rotary frequencies."""
+    """Returns the parameters' tensors; drops old checkpoints' tables of rotary frequencies."""
     found = {name: one for name, one in places.items() if not name.endswith("rotary_emb.inv_freq")}
     if config.image_text is None:
         return found
@@ -232,7 +234,7 @@ def _textual(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place
 
 
 def _carried(config: DecoderConfig) -> tuple[str, ...]:
-    """The modules of tensors that are no parameters."""
+    """Returns the modules whose tensors are not parameters, but copied to exports."""
     return tuple(each for each in OTHERS if config.tower is None or each not in VISION)
 
 
@@ -247,9 +249,9 @@ def _needed(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]
 
 
 def _one_by_one(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
-    """Splits tensors of all experts of a layer into one for each expert.
+    """Splits the tensors that have all experts of a layer into one tensor for each expert.
 
-    Parameters that transformers saves itself have gate and up of all experts in one tensor.
+    Checkpoints that transformers itself saves have gate and up of all experts in one tensor.
     """
     files, experts = FAMILY_FILES[config.family].experts, config.experts
     if files is None or experts is None or files.matrices is None:
@@ -306,19 +308,19 @@ def write_checkpoint(
     beside: Path | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write a folder that transformers loads.
+    """Writes a checkpoint folder that transformers loads.
 
     Args:
-        folder: new, or empty.
-        config: of the decoder.
-        arrays: its tensors by their names here.
-        dtype: of `DTYPES`, that they are written in.
-        beside: a folder whose tokenizer files are taken along; of an image-and-text checkpoint, the
-            tensors that are no parameters too, in the dtypes that they have there.
-        file_bytes: of one file, about.
+        folder: a new or empty folder.
+        config: the decoder's configuration.
+        arrays: the decoder's tensors, by their names in `tensors`.
+        dtype: a name in `DTYPES`, the dtype in which these tensors are written.
+        beside: a folder whose tokenizer files are copied. From an image-and-text checkpoint, the
+            tensors that are not parameters are copied too, in their own dtypes.
+        file_bytes: approximate size of a file, in bytes.
 
     Raises:
-        ConfigError: it cannot be written; then there is no folder.
+        ConfigError: the folder cannot be written; nothing is left of it.
     """
     with staged(folder) as partial:
         tensors = checkpoint_tensors(config, arrays, DTYPES[dtype])
@@ -343,7 +345,7 @@ def _whole(folder: Path | None) -> Path:
 
 
 def others_of(folder: Path, config: DecoderConfig) -> dict[str, Place]:
-    """The tensors of an image-and-text checkpoint's folder that are no parameters.
+    """Returns the places of an image-and-text checkpoint's tensors that are not parameters.
 
     Raises:
         ConfigError: a file is missing or damaged, or a module has none.
@@ -370,7 +372,7 @@ class staged:  # noqa: N801 - a context manager, used as a function
     """Gives a temporary folder next to the target, and renames it to the target at the end.
 
     Raises:
-        ConfigError: the disk is full, or it cannot be written there; what was written is removed.
+        ConfigError: the folder cannot be written, as on a full disk; its files are removed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -404,7 +406,7 @@ class staged:  # noqa: N801 - a context manager, used as a function
 
 
 def carry(source: Path | None, folder: Path) -> None:
-    """Copy the tokenizer's files."""
+    """Copies the tokenizer's files that `source` has into `folder`; None has none."""
     for name in CARRIED:
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -413,7 +415,7 @@ def carry(source: Path | None, folder: Path) -> None:
 def checkpoint_tensors(
     config: DecoderConfig, arrays: Mapping[str, Any], dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a checkpoint as its files have them, one after the other."""
+    """Yields (name, array) of each tensor of a checkpoint, as its files have them."""
     within = ALONE if config.image_text is None else WITHIN
     for name, entry in table(config).items():
         layers = range(entry.shape[0]) if entry.stacked else (None,)

@@ -64,10 +64,10 @@ class DecoderConfig:
         fed_width: width P of per-layer embeddings; 0: the model has none.
         fed_vocab: rows of their table.
         unlike: the differences between layers; None: all are alike.
-        image_text: of an image-and-text checkpoint, of which this is the text model.
+        image_text: facts of the image-and-text checkpoint whose text model this is, if any.
         tower: the vision tower, if it is among the parameters.
-        positions: that the model was trained for; carried, not honoured.
-        tokens: ids of special tokens, as the file names them; carried.
+        positions: the length in tokens that the model was trained for; only copied to exports.
+        tokens: ids of special tokens, by their keys in the file; only copied to exports.
     """
 
     family: Family
@@ -122,10 +122,10 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """The content of a folder's `config.json`.
+    """Returns the content of a folder's `config.json`.
 
     Raises:
-        ConfigError: there is no such file, or it is damaged.
+        ConfigError: the file is missing or damaged.
     """
     path = folder / CONFIG
     try:
@@ -146,14 +146,14 @@ def read_document(folder: Path) -> dict[str, Any]:
 
 
 def parse_config(document: Document, *, source: str) -> DecoderConfig:
-    """The decoder that a document describes.
+    """Returns the configuration of the decoder that a document describes.
 
     Args:
-        document: of `config.json`.
-        source: where it comes from, for errors.
+        document: the content of a `config.json`.
+        source: the document's origin, for errors.
 
     Raises:
-        ConfigError: it says what is not honoured.
+        ConfigError: the document has a key or value that is not supported.
     """
     image_text = None
     if document.get("model_type") in TEXT_FAMILIES:
@@ -493,6 +493,6 @@ def _said(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _scalar(scale: float) -> float | int:
-    """`query_pre_attn_scalar` of a scale; whole where it is."""
+    """Returns `query_pre_attn_scalar` for a factor of scores; an int if it is a whole number."""
     scalar = scale**-2
     return round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar

@@ -1,14 +1,16 @@
 """The experts of a layer: a router chooses some for each token, and drops no token.
 
-Rows are sorted by their expert. Accelerators multiply them by `jax.lax.ragged_dot`; a CPU, where
-that costs as much as if each expert were given every row, by blocks of one expert each (ADR 97).
+Rows are sorted by their expert. Accelerators multiply them by `jax.lax.ragged_dot`. On a CPU that
+costs as much as giving every row to each expert; there rows are multiplied in blocks, each of one
+expert's rows (ADR 97).
 
 On a mesh each device routes its own rows. Experts are gathered along `fsdp`, as every matrix is,
 each is cut along `tensor`, and they are dealt out along `expert`, where rows travel to the device
 of their expert and back (ADR 101).
 
-Shapes: as in `model`; E experts, C of them for a token, T tokens, R = T x C rows of experts, P
-blocks of S rows, or P devices along `expert`, of X = E / P experts each, S places for rows of each.
+Shapes: as in `model`; E experts, C of them for a token, T tokens, R = T x C rows of experts. In
+`by_blocks`, P blocks of S rows. On a mesh, P devices along `expert`, each with X = E / P experts
+and S places for the rows that come from each device.
 """
 
 import math
@@ -68,12 +70,12 @@ def mixed(
     """Returns the output of experts for tokens, [B, L, D], and the experts' load.
 
     Args:
-        experts: their number, and the rule by which they are chosen.
-        activation: of the gate.
-        x_BxLxD: tokens.
-        layer: its tensors, "router" [D, E] and those of experts, of which gate and up may be one;
-            and "router_gain" [E], if it has one, by which an expert's weight is multiplied.
-        routed_BxLxD: tokens as the router is given them; None: as experts are.
+        experts: the number of experts, and the rule by which they are chosen.
+        activation: the activation of the gate.
+        x_BxLxD: the experts' input for each token.
+        layer: the layer's tensors: "router" [D, E], the matrices of experts (gate and up may be one
+            tensor), and perhaps "router_gain" [E], which multiplies each expert's weight.
+        routed_BxLxD: the router's input for each token; None: the experts' input.
     """
     routed_BxLxD = x_BxLxD if routed_BxLxD is None else routed_BxLxD
     matrices = [layer["router"].astype(x_BxLxD.dtype), *_adapted(layer, x_BxLxD.dtype)]
@@ -151,9 +153,9 @@ def _mixed(
     *,
     parts: int = 1,
 ) -> tuple[jax.Array, Load]:
-    """`mixed` of a device's own tokens, by the part of each expert that it has.
+    """Computes `mixed` on one device: of its own tokens, with its part of each matrix.
 
-    With several `parts` along `expert` it has X experts alone.
+    With several `parts` along `expert`, the device has X experts only.
     """
     x_TxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
     scores_TxE = routed_BxLxD.reshape(x_TxD.shape) @ router_DxE
@@ -181,7 +183,7 @@ def _mixed(
 def _told(
     activation: Activation, rows_RxD: jax.Array, sizes_E: jax.Array, *matrices: jax.Array
 ) -> jax.Array:
-    """Returns the output of each row's expert, in the way that suits the platform."""
+    """Returns the output of each row's expert, [R, D]; the platform decides by which way."""
     told_RxD: jax.Array = jax.lax.platform_dependent(
         rows_RxD,
         sizes_E,
@@ -200,9 +202,9 @@ def _told_elsewhere(
     sizes_E: jax.Array,
     *matrices: jax.Array,
 ) -> jax.Array:
-    """Returns the output of each row's expert, from the devices along `expert` that have them.
+    """Returns the output of each row's expert, computed on the device that has the expert.
 
-    Each has `most` places for rows of each other one, as many as may come: none is dropped.
+    A device has `most` places for the rows of each device, as many as can come: no row is dropped.
     """
     # Of a sender and an owner of experts: how many rows of each expert travel.
     sizes_PxPxX = jax.lax.all_gather(sizes_E, "expert").reshape(parts, parts, -1)
@@ -223,12 +225,12 @@ def _told_elsewhere(
 class _Journey(NamedTuple):
     """The way of rows along `expert` to the devices of their experts, and back.
 
-    A CPU has no exchange of ragged parts: there whole places travel, `most` rows to each device.
+    XLA for CPUs has no ragged exchange: there `most` rows travel to each device, used or not.
 
     Attributes:
         here: this device's index along the axis.
         most: S.
-        rows: how many rows travel from each device to each, [P, P].
+        rows: the number of rows from each device to each device, [sender P, receiver P].
     """
 
     here: jax.Array
@@ -237,11 +239,11 @@ class _Journey(NamedTuple):
 
     @property
     def _begins(self) -> jax.Array:
-        """The place of a sender's first row for each device, [P, P]."""
+        """The index of each sender's first row for each receiver, [sender P, receiver P]."""
         return jnp.cumsum(self.rows, 1) - self.rows
 
     def there(self, rows_RxD: jax.Array) -> jax.Array:
-        """Returns the rows from each device, [P, S, D]; those beyond their number mean nothing."""
+        """Returns the rows from each device, [P, S, D]; rows beyond its number are unused."""
         parts, begins_P = len(self.rows), self._begins[self.here]
 
         def ragged(rows_RxD: jax.Array) -> Any:

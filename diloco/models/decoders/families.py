@@ -118,7 +118,7 @@ def _all_but_some(value: Callable[[str], Any], layers: int) -> list[bool]:
 
 
 def _five_of_six(value: Callable[[str], Any], layers: int) -> list[bool]:
-    """Five of six layers have a sliding window; the last one never has."""
+    """Returns True for layers with a sliding window: five of six, but never the last one."""
     del value
     return [(layer + 1) % 6 != 0 for layer in range(layers - 1)] + [False]
 

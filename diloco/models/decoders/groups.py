@@ -196,7 +196,7 @@ def _step(
 
 
 def attended(config: DecoderConfig, length: int) -> int:
-    """Returns the multiplications of queries with keys per token, in rows of `length` tokens."""
+    """Returns the products of queries with keys per token, counted in rows of `length` tokens."""
     total = 0
     for group in groups_of(config).values():
         own = group.config

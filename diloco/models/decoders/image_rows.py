@@ -25,12 +25,12 @@ LEAST_PIXEL, LARGEST_PIXEL = -0.5, 1.5
 
 
 class ImageRows:
-    """A source of examples for grain: a `Pictured` each, without the axis of rows.
+    """A source of examples for grain; each is a `Pictured` without the axis B.
 
     Args:
         paths: the files.
         length: positions that a row predicts, L; shorter rows are padded.
-        config: of a decoder with a vision tower.
+        config: the configuration of a decoder with a vision tower.
         images: images and patches of a row.
     """
 
@@ -165,7 +165,7 @@ class TextRows:
     """Windows of text as rows without images.
 
     Args:
-        windows: of text.
+        windows: windows of text.
         images: images and patches of a row.
         width: numbers of a patch, W.
     """

@@ -39,9 +39,9 @@ class ImageText:
 
     Attributes:
         soft: ids that stand for images, frames and sounds: each has the embedding of `padding`.
-        image: the one of them that stands for images.
-        padding: the id of the token that pads.
-        modules: of tensors that are no parameters, which exports take from the folder.
+        image: the id among them that stands for images; None: there is none.
+        padding: the id of the padding token.
+        modules: prefixes of the names of tensors that are not parameters; exports copy these.
         both_ways: whether an image's tokens attend to each other both ways in sliding layers.
     """
 
@@ -53,14 +53,14 @@ class ImageText:
 
 
 def text_part(document: Mapping[str, Any], source: str) -> tuple[dict[str, Any], ImageText]:
-    """The text model's own `config.json`, and the properties of the whole checkpoint.
+    """Returns the text model's own `config.json`, and the properties of the whole checkpoint.
 
     Args:
-        document: of the whole checkpoint.
-        source: where it comes from, for errors.
+        document: the `config.json` of the whole checkpoint.
+        source: the document's origin, for errors.
 
     Raises:
-        ConfigError: it has no text model of the family, or a key that is not known.
+        ConfigError: the document has no text model of the family, or an unknown key.
     """
     family = TEXT_FAMILIES[document["model_type"]]
     text = document.get("text_config")
@@ -92,7 +92,7 @@ def text_part(document: Mapping[str, Any], source: str) -> tuple[dict[str, Any],
 
 
 def whole_document(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The `config.json` of an export: the folder's own, with the dtype of the text model."""
+    """Returns the `config.json` of an export: `document` with the text model's new dtype."""
     return {
         **document,
         "architectures": [ARCHITECTURE],

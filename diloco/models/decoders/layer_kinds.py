@@ -51,7 +51,7 @@ class Unlike:
 
 
 def said_of_unlike(config: "DecoderConfig", unlike: Unlike) -> dict[str, Any]:
-    """Returns the keys of `config.json` that say how layers differ."""
+    """Returns the keys and values of `config.json` that say how layers differ."""
     heads, width = unlike.full_kv_heads, unlike.full_head_width
     full, near = config.rope.parameters(), config.local_rope.parameters()
     own: dict[str, Any] = {}

@@ -136,7 +136,7 @@ def logits_of(
     compute: Compute = DEFAULT,
     **told: Any,
 ) -> jax.Array:
-    """Returns each next token's logits, float32 [B, L, V]; arguments as of `forward`."""
+    """Returns each next token's logits, float32 [B, L, V]; arguments as in `forward`."""
     hidden_BxLxD = hidden_of(config, params, tokens_BxL, segments_BxL, compute=compute, **told)
     head_VxD = head_of(config, params).astype(compute.dtype)
     logits_BxLxV = jnp.einsum(
@@ -146,7 +146,7 @@ def logits_of(
 
 
 def hidden_of(*given: Any, **told: Any) -> jax.Array:
-    """Returns the normed output of the last block, [B, L, D]; arguments as of `forward`."""
+    """Returns the normed output of the last block, [B, L, D]; arguments as in `forward`."""
     return forward(*given, **told).hidden
 
 

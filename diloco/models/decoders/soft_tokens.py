@@ -15,8 +15,8 @@ class SoftTokens(NamedTuple):
     """Embeddings of images, which stand in place of their tokens.
 
     Attributes:
-        rows: those of a row's images, S for each, in order, [B, I * S, D].
-        counts: the number of tokens of each image, its first of S embeddings, int [B, I].
+        rows: the embeddings of the images of each row, S for an image, in order, [B, I * S, D].
+        counts: the number of tokens of each image, int [B, I]; its further embeddings are unused.
     """
 
     rows: jax.Array
@@ -24,7 +24,7 @@ class SoftTokens(NamedTuple):
 
 
 def marked(whole: ImageText, tokens_BxL: jax.Array) -> jax.Array:
-    """Marks the tokens that stand for images."""
+    """Returns whether each token stands for an image, bool [B, L]."""
     assert whole.image is not None
     return jnp.equal(tokens_BxL, whole.image)
 
@@ -36,7 +36,7 @@ def runs(marked_BxL: jax.Array) -> jax.Array:
 
 
 def in_place(images: SoftTokens, marked_BxL: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
-    """Puts the embeddings of images where their tokens stand, in order."""
+    """Returns `x` with the embeddings of images in place of marked tokens, in order, [B, L, D]."""
     ends_BxI = jnp.cumsum(images.counts, axis=1)
     unused_BxI = images.rows.shape[1] // images.counts.shape[1] - images.counts
     ordinal_BxL = jnp.cumsum(marked_BxL, axis=1) - 1

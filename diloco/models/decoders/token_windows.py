@@ -2,7 +2,7 @@
 
 A folder has `train*.npy` and `held_out*.npy`: arrays of one axis, uint16 or uint32 (or any other
 integers), one document after the other, each followed by the end-of-text token. Window i of a
-file begins at token i * L and has L + 1 of them, since the last is a target only.
+file begins at token i * L and has L + 1 tokens, since the last one is a target only.
 
 Shapes: L positions that a window predicts.
 """

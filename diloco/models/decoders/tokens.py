@@ -52,8 +52,8 @@ class TokenFolders:
         vocab: size of the model's vocabulary.
         model: the model's folder; if it has a tokenizer, the tokens must be from the same one.
         digests: SHA-256 of each folder's manifest, in any order; empty: any data.
-        images: images of a row, and the decoder with a vision tower that they are for; None: rows
-            are text alone.
+        images: the option `images`, and the configuration of the decoder with a vision tower;
+            None: rows are text alone.
 
     Raises:
         DataError: a folder is missing, incomplete, or not made for this model or mixture.
@@ -160,7 +160,7 @@ class TokenFolders:
             ) from error
 
     def _check_alike(self) -> None:
-        """Refuse folders whose tokens mean different things."""
+        """Refuses folders whose tokens mean different things."""
         known = [
             (folder, manifest)
             for folder, manifest in zip(self._folders, self._manifests, strict=True)

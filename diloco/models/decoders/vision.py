@@ -82,9 +82,9 @@ class Tower:
 
     Attributes:
         blocks: its layers, as those of a decoder.
-        rope: rotary positions, of each axis of an image.
+        rope: rotary positions along each axis of an image.
         patch_width: numbers of a patch, W.
-        places: positions along each axis, at most.
+        places: the greatest number of positions along an axis.
         side: patches along the side of a square that is one token.
         standardized: whether embeddings are shifted and scaled by vectors.
         clipped: whether inputs and outputs of products have bounds.
@@ -117,12 +117,12 @@ def with_tower(config: DecoderConfig, document: Mapping[str, Any], source: str) 
     """Returns the decoder with the vision tower among its parameters.
 
     Args:
-        config: of the text model.
-        document: `config.json` of the whole checkpoint.
-        source: where it comes from, for errors.
+        config: the text model's configuration.
+        document: the `config.json` of the whole checkpoint.
+        source: the document's origin, for errors.
 
     Raises:
-        ConfigError: it has no vision tower, or one with a key that is not honoured.
+        ConfigError: there is no vision tower, or it has a key that is not supported.
     """
     whole, vision = config.image_text, document.get("vision_config")
     if whole is None or whole.image is None or not isinstance(vision, Mapping):
@@ -178,10 +178,10 @@ def _parse(vision: dict[str, Any], source: str) -> Tower:
 
 
 def check_images(tower: Tower, images: ImageOptions) -> None:
-    """Refuses images that are not whole tokens.
+    """Refuses an option `images` whose number of patches does not make whole tokens.
 
     Raises:
-        TaskError: a number of patches that is no multiple of those of a token.
+        TaskError: the number of patches is no multiple of the patches of a token.
     """
     if images.patches % tower.side**2:
         raise TaskError(
@@ -195,7 +195,8 @@ def check_images(tower: Tower, images: ImageOptions) -> None:
 def tokens_of_image(tower: Tower, positions_Px2: np.ndarray) -> int | None:
     """Returns the number of tokens of an image with these patches.
 
-    None: they are no whole rectangle of whole squares, or lie outside of the tower's positions.
+    Returns None if the patches do not fill a rectangle of whole squares, or lie outside of the
+    tower's positions.
     """
     wide, high = positions_Px2.max(axis=0, initial=-1) + 1
     count = len(positions_Px2)
@@ -212,8 +213,8 @@ def soft_tokens(
     """Computes the embeddings of images.
 
     Args:
-        config: of a decoder with a tower.
-        params: its parameters.
+        config: the configuration of a decoder with a vision tower.
+        params: the decoder's parameters, with the tower's.
         rows: the rows that have the images.
         compute: options of the computation.
     """
@@ -261,13 +262,13 @@ def _block_of(
 
 
 def _bounded(name: str, x: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
-    """Multiplies by a layer's matrix, within bounds that nothing trains."""
+    """Multiplies by a layer's matrix; clips input and output to bounds that are not trained."""
     ends = [jax.lax.stop_gradient(layer[f"{name}_{end}"]).astype(x.dtype) for end in BOUNDS]
     return jnp.clip(plain_product(name, jnp.clip(x, *ends[:2]), layer), *ends[2:])
 
 
 def _pooled(tower: Tower, x_NxPxE: jax.Array, place_NxPx2: jax.Array) -> jax.Array:
-    """Averages each square of patches, times the square root of the width; at least float32."""
+    """Returns the mean of each square of patches, times sqrt(E), [N, T, E]; at least float32."""
     tokens = x_NxPxE.shape[1] // tower.side**2
     wide_N = place_NxPx2[..., 0].max(axis=1) + 1
     square_NxPx2 = place_NxPx2 // tower.side

@@ -146,7 +146,7 @@ def join_tensors(
         learner: name of this learner in the run.
         tensors: NumPy arrays or DLPack tensors in host memory, by name; changed in place.
         table: the run's leaf for each tensor whose name or order of axes differs in the run.
-        tokens_per_step: as of `diloco.join`.
+        tokens_per_step: as in `diloco.join`.
         kind: the class of the object that is yielded.
 
     Yields:
@@ -177,7 +177,7 @@ def create_tensors(
 def load_tensors(
     run: str | Path, tensors: Mapping[str, Any] | Tensors, *, table: Table | None = None
 ) -> None:
-    """Copies the newest global parameters of a run into tensors; `run` as of `diloco.load`."""
+    """Copies the newest global parameters of a run into tensors; `run` as in `diloco.load`."""
     leaves = leaves_of(_tensors(tensors), table or {})
     for name, values in load(run, like=leaves).items():
         leaves[name].take(values)

@@ -68,7 +68,7 @@ class DeltaFolder(ServedFolder):
 
 
 def served_folder(model: Following, rules: FolderRules) -> ServedFolder:
-    """Returns the writer of a folder in the form of the rules; errors as of `ServedFolder`."""
+    """Returns the writer of a folder in the form of the rules; errors as in `ServedFolder`."""
     return (DeltaFolder if rules.form == "deltas" else ServedFolder)(model, rules)
 
 
