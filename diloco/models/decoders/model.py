@@ -6,9 +6,9 @@ further features are attributes of the configuration. `groups.scan_layers` runs 
 Documents that are packed into one row have different segments: attention stays within a segment,
 and positions begin at 0 in each. Segment 0 is padding, which has no loss.
 
-Shapes: B batch, L positions (M: positions looked at), D model width, H heads, G heads of keys and
-values, K width of a head, F width of the MLP, V vocabulary, N layers, P
-numbers that a layer is fed of each token besides.
+Shapes: B batch, L positions (M: positions attended to), D model width, H heads, G heads of keys and
+values, K width of a head, F width of the MLP, V vocabulary, N layers, P width of a per-layer
+embedding, a further input of a layer for each token.
 """
 
 import functools
@@ -81,7 +81,7 @@ class Turns(NamedTuple):
 
 
 def init_params(config: DecoderConfig, key: jax.Array) -> Params:
-    """Fresh float32 parameters: embeddings of a small deviation, matrices that keep variance."""
+    """Returns random float32 parameters: small embeddings, matrices that keep the variance."""
     return tree.nested(
         {
             name: _initial(config, name, entry.shape, jax.random.fold_in(key, number))
@@ -115,7 +115,7 @@ def plain_product(name: str, x_BxLxI: jax.Array, layer: Mapping[str, jax.Array])
 
 
 def head_of(config: DecoderConfig, params: Params) -> jax.Array:
-    """Returns the output head: hidden states times it are logits, [V, D]."""
+    """Returns the output head, [V, D]: a hidden state times its transpose gives logits."""
     head_VxD: jax.Array = params["embed"] if config.tied else params["head"]
     return head_VxD
 
@@ -161,20 +161,21 @@ def forward(
     beside: Params = None,
     images: SoftTokens | None = None,
 ) -> Forward:
-    """Run tokens through all blocks.
+    """Runs tokens through all blocks.
 
     Args:
-        config: of the decoder.
-        params: as `init_params` gives them.
-        tokens_BxL: int.
-        segments_BxL: int; no token sees one of another segment. None: each row is one.
-        compute: the way of computing.
-        product: of a matrix of a layer, which may have an adapter beside it.
-        beside: the adapters' parameters.
-        images: embeddings of the images whose tokens stand in the rows.
+        config: the decoder's configuration.
+        params: the decoder's parameters, as `init_params` returns them.
+        tokens_BxL: token ids, int.
+        segments_BxL: segment of each token, int; a token attends only within its segment. None:
+            each row is one segment.
+        compute: options of the computation.
+        product: the function that multiplies by a matrix of a layer, and adds its adapter's part.
+        beside: the adapters' parameters; None: there are no adapters.
+        images: embeddings that take the places of the image tokens; None: there are no images.
 
     Raises:
-        TaskError: rows are longer than the decoder's rotary positions can be told for.
+        TaskError: rows are longer than the rotary positions are defined for.
     """
     _check_length(config, tokens_BxL.shape[1])
     x_BxLxD, fed_NxBxLxP = _embedded(config, params, tokens_BxL, compute, images)
@@ -209,7 +210,7 @@ def _embedded(
     compute: Compute,
     images: SoftTokens | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the first layer's input, and the input that each layer has besides, or None."""
+    """Returns the first layer's input, and the per-layer embeddings (None: there are none)."""
     whole, soft_BxLx1, given_BxL = config.image_text, None, tokens_BxL
     if whole is not None:
         soft_BxLx1 = jnp.isin(tokens_BxL, jnp.asarray(whole.soft))[..., None]
@@ -235,7 +236,7 @@ def _embedded(
 def _fed(
     config: DecoderConfig, params: Params, rows: Callable[[str], jax.Array], x_BxLxD: jax.Array
 ) -> jax.Array | None:
-    """The numbers that each layer is fed of each token besides (per-layer embeddings)."""
+    """Returns the per-layer embeddings, [N, B, L, P]: each layer's further input for a token."""
     if not config.fed_width:
         return None
     shape = (*x_BxLxD.shape[:2], config.layers, config.fed_width)
@@ -256,7 +257,7 @@ def _check_length(config: DecoderConfig, length: int) -> None:
 
 
 def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[Turns, Turns]:
-    """Returns rotations for sliding and for full layers; the same twice if there is one kind."""
+    """Returns the rotations of sliding and of full layers, equal if layers are of one kind."""
     full = near = None
     if not all(config.sliding):
         full = turns_of(config.rope, config.head_width, positions_BxL)
@@ -293,13 +294,13 @@ def layer_of(
     """Computes one layer; returns its output, keys and values, and its experts' load.
 
     Args:
-        config: of a decoder whose layers are all alike.
+        config: the configuration of a decoder whose layers are all alike.
         x_BxLxD: the layer's input.
-        layer: its tensors.
-        turns: rotations of heads, each of an equal part of a head.
-        attend: (queries, keys, values) -> their attention.
-        product: multiplies by a matrix of the layer.
-        taken: another layer's keys and values, if it uses such.
+        layer: the layer's tensors, by their names in `tensors`.
+        turns: rotations, each of an equal part of a head.
+        attend: the function of (queries, keys, values) that computes attention.
+        product: the function that multiplies by a matrix of the layer.
+        taken: another layer's keys and values, if this layer uses them; None: its own.
     """
     given_BxLxD = norm(config, x_BxLxD, layer["attn_norm"])
     q_BxLxHxK, *own = _heads(config, given_BxLxD, layer, turns, product, taken)
@@ -350,7 +351,7 @@ def _heads(
 
 
 def _rotate(x_BxLxHxK: jax.Array, turns: tuple[Turns, ...]) -> jax.Array:
-    """Rotates heads; with several rotations, each an equal part of a head."""
+    """Rotates heads; each of several rotations applies to an equal part of a head."""
     if len(turns) == 1:
         return _turned(x_BxLxHxK, turns[0])
     parts = jnp.split(x_BxLxHxK, len(turns), axis=-1)
@@ -369,7 +370,7 @@ def _turned(x_BxLxHxK: jax.Array, turns: Turns) -> jax.Array:
 def _told_each(
     config: DecoderConfig, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array], product: Product
 ) -> tuple[jax.Array, Load | None]:
-    """Returns the sum of the outputs of MLP and experts, of those that there are; and the load."""
+    """Returns the output of the MLP, of experts, or their sum; and the load of experts."""
     given_BxLxD = norm(config, x_BxLxD, layer["mlp_norm"])
     if config.experts is None:
         return _mlp(config, given_BxLxD, layer, product), None
@@ -394,7 +395,7 @@ def _mlp(
 
 
 def norm(config: DecoderConfig, x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
-    """Divides `x` by its root mean square along the last axis; float32 at least within."""
+    """Divides `x` by its root mean square along the last axis, computed at least in float32."""
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     root = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
     if weight is None:

@@ -1,4 +1,4 @@
-"""The task that trains a decoder of people's checkpoints on tokens.
+"""The task that trains a decoder of a published family, from a checkpoint or anew, on tokens.
 
 Shapes: as in `model`.
 """
@@ -78,7 +78,7 @@ from diloco.models.decoders.vision import (
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Rows of the data's folders; they are read only by those who train or score."""
+    """Rows of the data's folders; they are read only when the task trains or evaluates."""
 
     look: Callable[[], TokenFolders]
     seed: int
@@ -152,18 +152,18 @@ def build(
     frozen: Patterns | None = None,
     images: ImageOptions | None = None,
 ) -> Task:
-    """Train a decoder of people's checkpoints on tokens; losses are nats per token.
+    """Train a decoder of a published family on tokens; losses are nats per token.
 
     Args:
         steps: length of the run in global steps.
         seed: decides the order of the data.
-        model: a Hugging Face folder, or a published size, whose parameters begin at random.
+        model: a Hugging Face folder; or a published size, whose parameters begin at random.
         data: a folder of token files, or several with their weights: {"/a": 0.7, "/b": 0.3}.
         end: the token behind each document: no document sees another, and nothing is predicted
             from its last token. None: as the folder's `tokens.json` says; without that file rows
             are taken as they are. -1: rows are taken as they are.
         batch: rows in a batch, B.
-        length: tokens predicted in each, L.
+        length: tokens predicted in a row, L.
         optimizer: "adamw", or "muon" for the matrices of layers.
         learning_rate: the peak; raise it for fresh parameters.
         warmup_steps: global steps of warm-up; a tenth of the run, at most 100, if None.
@@ -176,22 +176,24 @@ def build(
         attention: "plain": by XLA; "splash": JAX's kernel for TPUs; "auto": that kernel on TPUs
             where it fits (heads of a multiple of 128 numbers, rows of a multiple of 128 tokens),
             else plain.
-        accumulate: parts of a batch, one after the other.
-        shares: in how many shares each epoch is divided, which learners claim; 0: each reads all.
+        accumulate: parts of a batch whose gradients are accumulated.
+        shares: shares of each epoch, which learners claim; 0: each learner reads all.
         digests: SHA-256 of `tokens.json` of each folder: learners that have other data are
             refused. Empty: any data.
-        workers: processes that read.
+        workers: processes that read the data.
         fresh: parameters begin at random, though the folder may have some.
-        lora: rank, alpha, targets and dropout of adapters, which alone are trained, beside the
-            folder's parameters, which each learner reads for itself. None: no adapters.
-        trained: patterns of the tensors that are trained, and travel, such as "*/expert_*".
+        lora: rank, alpha, targets and dropout of adapters. Only adapters are trained then; each
+            learner reads the folder's parameters for itself. None: no adapters.
+        trained: patterns of the tensors that are trained and synchronized, such as
+            "*/expert_*".
         frozen: patterns of tensors not to train among `trained`, such as "*/router*"; what is not
             trained is kept in `dtype`. None: with images the vision tower, "tower/*"; else none.
-        images: {row = 1, patches = 2520}: the most images of a row, and patches of an image, of a
-            folder of rows with images. None: rows are text alone, and towers are no parameters.
+        images: {row = 1, patches = 2520} for a folder of rows with images: the greatest numbers of
+            images in a row and of patches in an image. None: rows have no images, and the vision
+            tower is not among the parameters.
 
     Raises:
-        ConfigError: the folder's configuration is missing, or is not honoured.
+        ConfigError: the folder's configuration is missing or not supported.
         TaskError: an option has a wrong type or value.
     """
     source = None if model in SIZES else Path(model)
@@ -264,7 +266,7 @@ def _held_out_loss(
     """Returns the mean loss of the held-out rows' tokens that are trained on.
 
     Raises:
-        TaskError: there is none.
+        TaskError: no held-out token is trained on.
     """
     sums = [sums_of_row(params, row) for row in rows.unseen]
     if not (learned := sum(int(one.learned) for one in sums)):
@@ -376,7 +378,7 @@ def _init(
 def _flops_per_token(
     config: DecoderConfig, adapters: Lora | None, chosen: Chosen | None, length: int
 ) -> float:
-    """As `Task.flops_per_token`; backward a frozen matrix, which has no gradient, counts once."""
+    """Returns `Task.flops_per_token`; in the backward pass a frozen matrix counts only once."""
     whole = operations(config, length)
     if chosen is not None:
         return whole - 2.0 * multiplied(config, lambda name: not chosen(name))
@@ -386,7 +388,7 @@ def _flops_per_token(
 
 
 def _trained_on(config: DecoderConfig, sums: "LossSums") -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of a step, with that of an unequal load of experts; and what is measured of it."""
+    """Returns a step's loss, with the load-balancing loss of experts, and its further scalars."""
     if config.experts is None or sums.load is None:
         return sums.mean(), {}
     measured = {"experts_busiest": sums.load.busiest(), "experts_loss": sums.load.loss()}
@@ -397,9 +399,9 @@ class LossSums(NamedTuple):
     """Cross entropy over tokens that are trained on, in nats, and their number; scalars.
 
     Attributes:
-        losses: the sum.
-        learned: the number.
-        load: of experts, over all tokens; None if there are none.
+        losses: the sum of the cross entropies.
+        learned: the number of tokens that are trained on.
+        load: the experts' load over all tokens; None without experts.
     """
 
     losses: jax.Array
@@ -407,7 +409,7 @@ class LossSums(NamedTuple):
     load: Load | None
 
     def mean(self) -> jax.Array:
-        """The mean loss of a token; 0 if there is no token."""
+        """The mean loss of a token that is trained on, in nats; 0 if there is none."""
         return self.losses / jnp.maximum(1, self.learned)
 
 
@@ -417,7 +419,7 @@ def _windows_of(batch: Batch) -> Any:
 
 def learned_of(windows_BxL1: Any, end: int | None) -> jax.Array:
     """Returns which of a window's L predictions are trained on, bool[B, L]."""
-    # Nothing is predicted from a document's end: what follows is of the next.
+    # Nothing is predicted from a document's end token: the next token is of another document.
     learned_BxL: jax.Array = windows_BxL1[:, 1:] >= 0
     if end is None:
         return learned_BxL
@@ -438,16 +440,16 @@ def loss_sums(
     end: int | None,
     beside: AdapterParams = ALONE,
 ) -> LossSums:
-    """The loss of a batch.
+    """Returns the loss of a batch.
 
     Args:
-        config: of the decoder.
-        params: its parameters.
-        batch: windows, int[B, L + 1], of which ~t is a token t that is not trained on; or
-            `Pictured`.
+        config: the decoder's configuration.
+        params: the decoder's parameters.
+        batch: windows, int[B, L + 1], in which ~t is a token t that is not trained on; or
+            `Pictured`, windows with images.
         compute: options of the computation.
-        end: the token that ends a document; None: each row is one.
-        beside: the adapters.
+        end: the token that ends a document; None: each row is one document.
+        beside: the arguments for adapters.
     """
     windows_BxL1, images = _windows_of(batch), None
     if isinstance(batch, Pictured):
@@ -468,7 +470,7 @@ def loss_sums(
 
 
 def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
-    """The matrices that Muon orthogonalizes: each layer's, and each expert's."""
+    """Returns how Muon orthogonalizes a tensor: each layer and expert apart; None: it does not."""
     if not name.removeprefix(TOWER).startswith(LAYERS) or len(shape) < 3:
         return None
     return Matrices(shape, inputs=(len(shape) - 2,), outputs=(len(shape) - 1,))
@@ -477,7 +479,7 @@ def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
 def partition_of(
     config: DecoderConfig, adapters: Lora | None, name: str, shape: tuple[int, ...]
 ) -> PartitionSpec:
-    """The cut of a tensor over a learner's mesh: by the kinds of its axes; vectors are whole."""
+    """Returns a tensor's partition over a learner's mesh, by kinds of axes; vectors stay whole."""
     entries = table(config)
     lying = functools.partial(by_kind_of_axis, mixture=config.experts is not None)
     if (name := name.removeprefix(FROZEN)) not in entries:

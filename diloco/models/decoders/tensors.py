@@ -25,7 +25,7 @@ BIAS = "_bias"  # suffix of the matrix's name
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a decoder; of several layers, it stacks one checkpoint tensor of each.
+    """A tensor of a decoder, a leaf; it may stack the checkpoint tensors of several layers.
 
     Attributes:
         name: its name as a leaf of the parameters.
@@ -105,7 +105,7 @@ def buffers_of(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def _tower(tower: "Tower", D: int) -> list[TensorEntry]:
-    """Returns the tensors of the vision tower, and of the matrix that makes embeddings of it."""
+    """Returns the tensors of the vision tower, and the matrix from its output to embeddings."""
     E, module = tower.blocks.width, "model.vision_tower."
     patches = f"{module}patch_embedder."
     place = ("one", "one", "width")
@@ -141,11 +141,11 @@ def _tower(tower: "Tower", D: int) -> list[TensorEntry]:
 def multiplied(config: DecoderConfig, counts: Callable[[str], bool] = lambda _name: True) -> int:
     """Returns the number of matrix parameters that a token is multiplied with, head included.
 
-    A vision tower's are not counted: its patches are no tokens.
+    The vision tower's parameters are not counted, as its patches are not tokens.
 
     Args:
-        config: of the decoder.
-        counts: whether the tensor of a name is counted.
+        config: the decoder's configuration.
+        counts: returns True for the name of a tensor that is counted.
     """
     head = "embed" if config.tied else "head"
     return sum(
@@ -309,7 +309,7 @@ def _matrix(
 def _experts(
     group: Group, name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]
 ) -> TensorEntry:
-    """Returns the entry of a tensor that has all experts of a layer in checkpoints, too."""
+    """Returns the entry of a tensor that has all experts of a layer, in checkpoints too."""
     entry = _stacked(group, name, f"experts.{source}", shape, axes)
     return dataclasses.replace(entry, transposed=True)
 
