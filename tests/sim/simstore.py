@@ -136,6 +136,7 @@ class ActorStore:
     def put(self, name: str, data: Data) -> None:
         actor, faults = self._actor, self._actor.faults
         self._reach()
+        is_synced = name in self._inner and name not in self._inner.unsynced
         self._inner.unsynced.pop(name, None)
         if actor.world.is_full("store"):
             raise StoreUnavailableError(f"{actor.name}: the store's disk is full")
@@ -151,7 +152,9 @@ class ActorStore:
         try:
             self._answer()
         except StoreUnavailableError:
-            self._inner.unsynced[name] = actor
+            # An object that stood before it was put again stays when the power fails.
+            if not is_synced:
+                self._inner.unsynced[name] = actor
             raise
 
     def get(
