@@ -6,6 +6,7 @@ module, on every host of a learner in the same order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -293,12 +294,25 @@ def _part(leaves: dict[str, Any], kernels: Kernels) -> dict[str, Any]:
 
 def _zeros(like: Params, shardings: Mapping[str, NamedSharding]) -> Leaves:
     leaves = named_leaves(like)
+    shapes = tuple((name, leaf.shape, jnp.dtype(leaf.dtype)) for name, leaf in leaves)
+    made: Leaves = _zeros_maker(shapes, tuple(shardings[name] for name, _ in leaves))()
+    return made
+
+
+@lru_cache(maxsize=4)
+def _zeros_maker(
+    shapes: tuple[tuple[str, tuple[int, ...], np.dtype], ...], shardings: tuple[NamedSharding, ...]
+) -> Callable[[], Leaves]:
+    """Returns the compiled function that makes zeros of these names, shapes and dtypes.
+
+    It is compiled once, though a process makes a replica for each life of its learner.
+    """
 
     def zeros() -> Leaves:
-        return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves}
+        return {name: jnp.zeros(shape, dtype) for name, shape, dtype in shapes}
 
-    made: Leaves = jax.jit(zeros, out_shardings={name: shardings[name] for name, _ in leaves})()
-    return made
+    names = (name for name, _, _ in shapes)
+    return jax.jit(zeros, out_shardings=dict(zip(names, shardings, strict=True)))
 
 
 def anchor_memory(anchor: str) -> str | None:

@@ -57,8 +57,9 @@ class Blended:
         """Note that a life has adopted a record's version at this data position."""
         account = self._lives[life.learner, life.incarnation]
         if ready.rolled_back:
+            # Steps dropped before stay counted: an update taken before the rollback may yet be sent.
             account.restored.append(position)
-            account.merged, account.let_go = (0, 0), 0
+            account.merged = (0, 0)
             return
         version, record_seq = account.merged
         if not 0 < version <= ready.version:

@@ -46,22 +46,23 @@ class Operator:
         self._length = 1
 
     async def command(self, command: Command, rng: random.Random) -> bool:
-        """Run a command; returns whether it succeeded."""
+        """Run a command; returns whether it succeeded. Who cancels this ends the command's process."""
         context = self._world.operator()
         actor: Actor = context.bus.actor  # type: ignore[attr-defined]
         self._begin(actor)
         self._world.note(actor, "begins", command.__name__)
         task: asyncio.Task[Any] = actor.spawn(command(context, rng))  # type: ignore[arg-type]
-        await asyncio.wait([task], timeout=PATIENCE_S)
-        error = task.exception() if task.done() and not task.cancelled() else None
-        unexpected = not isinstance(error, DilocoError)
-        # A missing object may be one that the store does not show yet: the error allows a retry.
-        unexpected |= isinstance(error, IntegrityError) and not error.retry
-        if error is not None and unexpected and not (actor.dead or self._world.damaged):
-            self._world.fail(Violation("breaks", actor.name, repr(error)))
-        succeeded = task.done() and not actor.dead and error is None
-        actor.kill()
-        return succeeded
+        try:
+            await asyncio.wait([task], timeout=PATIENCE_S)
+            error = task.exception() if task.done() and not task.cancelled() else None
+            unexpected = not isinstance(error, DilocoError)
+            # A missing object may be one that the store does not show yet: the error allows a retry.
+            unexpected |= isinstance(error, IntegrityError) and not error.retry
+            if error is not None and unexpected and not (actor.dead or self._world.damaged):
+                self._world.fail(Violation("breaks", actor.name, repr(error)))
+            return task.done() and not actor.dead and error is None
+        finally:
+            actor.kill()
 
     async def change(self, context: Context, rng: random.Random) -> None:
         """Run `diloco run set` with drawn values."""

@@ -45,7 +45,7 @@ STANDSTILL_S = 30.0
 # Seconds between the operator's checks for quarantined learners, when there are no faults.
 RETURNS_S = 5.0
 # Simulations between two runs of Python's garbage collector.
-COLLECT_EVERY = 8
+COLLECT_EVERY = 16
 _simulated = itertools.count(1)
 
 

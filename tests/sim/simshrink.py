@@ -11,6 +11,7 @@ from simtrial import Outcome, Trial
 from simworld import World
 
 from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import WireError
 from diloco.common.storage.bus import Message
 from diloco.common.storage.tape import decode
 
@@ -112,7 +113,11 @@ def _show(world: World, event: Event) -> str:
 
 def _describe(message: Message) -> str:
     """Returns a message of the tape in a few words."""
-    match decode(message.subject, message.payload):
+    try:
+        body = decode(message.subject, message.payload)
+    except WireError as error:
+        return f"unreadable: {error}"
+    match body:
         case wire.Manifest() as manifest:
             return (
                 f"incarnation {manifest.incarnation} seq {manifest.seq} attempt "
