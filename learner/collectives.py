@@ -1,4 +1,4 @@
-"""The exchanges between a learner's devices, by the text of a compiled program."""
+"""Finds the collectives of a compiled program, the exchanges between devices, in its text."""
 
 import math
 import re

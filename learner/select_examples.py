@@ -1,4 +1,4 @@
-"""A grain dataset as a task's data: batch number n of a learner, in order, read ahead.
+"""Selects the examples of each batch of a learner from a grain dataset, and reads them ahead.
 
 Any `grain.MapDataset` of examples (pytrees of NumPy arrays of one shape) becomes the batches of a
 `Task`, as the contract requires: batch n is always the same, a learner resumes by position alone,

@@ -1,4 +1,4 @@
-"""Reads an update's shards from the store, verifies them, and puts their blocks in order.
+"""Downloads an update's shards from the store, verifies them, and puts their blocks in order.
 
 `UpdateFetcher` does so for a fragment's owner, concurrently with its machine, a few updates at
 once.

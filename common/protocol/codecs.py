@@ -1,4 +1,4 @@
-"""The formats of quantized vectors: codes, scales, sizes, checks, and decoding with NumPy.
+"""The codecs of quantized vectors: codes, scales, sizes, checks, and decoding with NumPy.
 
 Nothing here needs JAX; `quantize_and_pack.py` encodes vectors, and decodes them on devices. `FORMS`
 has a row for each codec, which docs/protocol.md shows; only `Codec` lists the codecs' names.

@@ -66,7 +66,7 @@ class Keras:
         weights = {one.path: one.value for one in self._model.weights}
         could = {one.path for one in self._model.trainable_weights}
         opening.chosen.check(could)
-        # Seeds, and metrics of a model that was compiled; the run has none of them.
+        # Seeds, and the metrics of a compiled model: not part of the run.
         self._beside = {
             one.path: one.value for one in self._model.variables if one.path not in weights
         }

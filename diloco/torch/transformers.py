@@ -13,7 +13,7 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.torch.order import check_workers, give_order
 from diloco.torch.trainers import TrainerLoop, follow_clock
 
-# Its name among the states of callbacks in `trainer_state.json`.
+# This callback's name among the states of callbacks in `trainer_state.json`.
 STATE = "diloco"
 
 
@@ -61,7 +61,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
                 hint="start a process for each device by torchrun, without fsdp and deepspeed; or"
                 " show the Trainer one device, such as by CUDA_VISIBLE_DEVICES=0",
             )
-        # The number of ranks over which the tokens are counted by which a loss is divided.
+        # The ranks over which Trainer counts the tokens by which it divides a loss.
         self._ranks = ranks if args.average_tokens_across_devices else 1
         loop, module, loader = self._loop, given["model"], given["train_dataloader"]
         check_workers(loader)

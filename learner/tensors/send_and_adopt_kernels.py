@@ -1,4 +1,4 @@
-"""Kernels for the parameters of one fragment: send, settle, adopt. Pure arrays, JAX.
+"""Kernels that send and adopt a fragment, with error feedback. Pure arrays, JAX.
 
 Shapes: a piece (`common/protocol/layout.py`) is held as its blocks: float32 [*G, n, b], b the
 elements of a block. These are the blocks of the fragment's vector in their order, so that nothing

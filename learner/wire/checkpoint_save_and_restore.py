@@ -1,4 +1,4 @@
-"""Checkpoints of a learner's inner optimizer: how they are saved and found.
+"""Saves, uploads, finds and restores checkpoints of a learner's inner optimizer.
 
 Saving costs the training thread a copy on the device. A worker thread does the rest, and meanwhile
 no other checkpoint is begun. A checkpoint is searched from near to far: on this machine's disk,

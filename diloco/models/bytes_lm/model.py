@@ -39,7 +39,7 @@ from diloco.learner.tensors.utilization import flops_per_token
 from diloco.models.bytes_lm import corpus as data
 
 BYTES = 256
-# What a text without a beginning begins with.
+# The prompt of a sample for which none is given.
 START = b"\n"
 ROTARY_BASE = 10_000
 NORM_EPS = 1e-6
@@ -80,7 +80,7 @@ PRESETS = {
     "12b": Preset(layers=38, width=5120, heads=40, learning_rate=2e-4),
 }
 
-# What the axes of each tensor are; vectors are too small to be cut.
+# The kinds of each tensor's axes; vectors are not listed, as they are too small to be cut.
 LOGICAL_AXES = {
     "embed": ("vocab", "width"),
     "layers/attn/qkv": ("layers", "width", "heads"),
@@ -90,7 +90,7 @@ LOGICAL_AXES = {
     "layers/mlp/down": ("layers", "mlp", "width"),
     "head": ("width", "vocab"),
 }
-# The axis of a learner's mesh that cuts each of them; the others stay whole.
+# The axis of a learner's mesh that cuts each kind of axis; other kinds stay whole.
 
 Mlp = Literal["swiglu", "gelu"]
 
@@ -354,7 +354,7 @@ def make_sampler(model: Decoder, length: int) -> Sample:
 
     def sample(params: Params, prompt: str, key: jax.Array, temperature: float) -> Iterator[str]:
         seen = (prompt.encode() or START)[-length:]
-        # A character may be several bytes; the model may also write bytes that are none.
+        # A character may be several bytes; the model may also write invalid bytes.
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for number in range(1 << 31):
             window_L = np.zeros(length, np.int32)

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 FILE = "chat_template.jinja"
 ASSISTANT = "assistant"
-# Those that tell the model what it is, and come first.
+# The roles of instructions to the model, which come first.
 _FIRST_ROLES = ("system", "developer")
 ROLES = (*_FIRST_ROLES, "user", ASSISTANT, "tool", "function", "ipython")
-# Stands where an answer begins and where it ends; no message has it.
+# A mark at the beginning and the end of an answer; no message contains it.
 _MARK = "\0"
 
 

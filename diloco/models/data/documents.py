@@ -29,15 +29,15 @@ from diloco.models.data.sources import TABLES, SourceFile
 from diloco.models.data.token_files import stored_documents
 
 T = TypeVar("T")
-# Of one document. Its tokens take some fifty times as much memory for a moment.
+# The largest document, in bytes. Encoding it takes some fifty times as much memory.
 MOST_BYTES = 64 << 20
-# Documents of a column that are decoded at a time.
+# The number of documents of a column that are decoded at a time.
 ROWS = 64
 _DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 _TEXT_TYPES = ("string", "large_string", "string_view")
-# Beside a chat's messages: what the assistant may call.
+# The key of the tools that the assistant may call, beside a chat's messages.
 _TOOLS = "tools"
-# A text, a chat, or tokens of a file of tokens.
+# A text, a chat, or the tokens of a document in a token file.
 Content = str | Chat | npt.NDArray[np.integer]
 
 
@@ -201,7 +201,7 @@ def _table(file: SourceFile, wanted: list[str] | None = None) -> Any:
     if file.kind == "saved":
         return datasets.load_from_disk(file.path)
     columns = {"columns": wanted, "batch_size": ROWS} if wanted and file.kind == "parquet" else {}
-    # It is streamed: of a cache it needs the lock, while it is opened.
+    # The file is streamed, so that the cache has no content; `datasets` locks it while opening.
     with tempfile.TemporaryDirectory() as cache:
         return datasets.load_dataset(
             file.kind, data_files=[file.path], split="train", streaming=True, cache_dir=cache,

@@ -18,19 +18,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from diloco.common.protocol.errors import DataError
 
 MANIFEST = "tokens.json"
-# What is needed to go on after a kill; it is gone when the folder is whole.
+# The folder of files that a resumed preparation needs; removed when the data is complete.
 UNFINISHED = ".prepare"
 PLAN = f"{UNFINISHED}/plan.json"
 
 Side = Literal["train", "held_out"]
 SIDES: tuple[Side, ...] = get_args(Side)
-# Of int32 (chats), t is trained on, and ~t, which is below 0, is the token t that is not.
+# In int32 (chats), t >= 0 is a token that is trained on, and ~t < 0 is a token t that is not.
 Dtype = Literal["uint16", "uint32", "int32"]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
-# A name is one of this folder: a manifest from elsewhere points nowhere else.
+# Names of files in this folder only, so that a foreign manifest cannot point elsewhere.
 ShardName = Annotated[str, Field(pattern=r"^(train|held_out)-[0-9]{5,9}\.npy$")]
-# What of a tokenizer decides which tokens a text becomes.
+# The parts of a tokenizer.json that decide which tokens a text becomes.
 _RULES = ("model", "normalizer", "pre_tokenizer")
 
 

@@ -16,7 +16,7 @@ from diloco.run.cli.folders import make_folder
 
 Read = Callable[[str], bytes]
 _HERE = "file://"
-# What writers of a store in a folder leave when they are killed.
+# The folder of partial files that killed writers leave in a folder store.
 _TEMPORARY = ".tmp"
 
 

@@ -61,11 +61,11 @@ from diloco.models.data.sources import SourceFile, find_files, listing_digest
 from diloco.models.data.tokenizer import TextTokenizer
 from diloco.run.cli.screen import Hear
 
-# Shards are NumPy files of one axis, the same bytes whatever NumPy writes them: of the format's
-# version 1.0, padded by us, since NumPy's own padding is not of the format.
+# Shards are NumPy files of one axis. Their bytes must not depend on NumPy's release: the format is
+# version 1.0, and the padding of the header, which the format leaves open, is our own.
 HEADER_BYTES = 128
 _PREFIX = b"\x93NUMPY\x01\x00"
-# What is encoded in one call: enough for all cores, and little beside a shard.
+# Characters that are encoded in one call: enough for all cores, and few beside a shard.
 BATCH_CHARACTERS = 1 << 20
 
 
@@ -127,7 +127,7 @@ def prepare(wanted: PrepareArguments, hear: Hear) -> TokenManifest:
         tokenizer.encode(check_file(file, reading))
     with alone_in(wanted.out):
         if (whole := _begun(wanted.out, plan)) is not None:
-            # It may be whole and not tidy; if it is both, it may be a place that takes no writer.
+            # Temporary files may be left. Without any, the place is only read: it may be read-only.
             if found_at(reader(wanted.out), PLAN) is not None:
                 tidy(wanted.out, writer(wanted.out))
             return whole
@@ -169,7 +169,7 @@ class _Pieces:
         self._files, self._plan, self._tokenizer = files, plan, tokenizer
         self._reading = reading
         self._store, self._hear = store, hear
-        # Of the piece in work.
+        # Counts and tokens of the current piece.
         self._given: dict[int, Given] = {}
         self._tokens: dict[Side, list[npt.NDArray[np.integer]]] = {}
 
@@ -195,7 +195,7 @@ class _Pieces:
             for document in read_documents(file, start, self._reading):
                 yield number, document
                 read += document.size_bytes
-                # What a compressed file unpacks to is more than it is itself.
+                # A compressed file's documents are larger than the file.
                 self._hear(done + min(read, file.size_bytes), total)
             done, start = done + file.size_bytes, 0
 

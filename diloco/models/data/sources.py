@@ -20,7 +20,7 @@ KINDS: dict[str, Kind] = {
     ".arrow": "arrow",
     ".bin": "tokens",
 }
-# Kinds that have columns.
+# Kinds of files that have columns.
 TABLES = ("parquet", "arrow", "saved")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
@@ -90,7 +90,7 @@ def _paths(source: str) -> Iterable[Path]:
         return _in_folder(path)
     if path.exists():
         return [path.with_suffix(".bin") if _is_index(path) else path]
-    # A path's own glob takes no absolute one.
+    # Path.glob refuses absolute patterns.
     globbed = map(Path, glob.glob(source, recursive=True))  # noqa: PTH207
     if found := sorted(one for one in globbed if one.is_file()):
         return found

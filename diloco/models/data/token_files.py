@@ -27,7 +27,7 @@ _INDEX_HEADER = struct.Struct("<9sQBQQ")
 _INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _HEADER_BYTES = 1024
 _HEADER_DTYPES = {20240520: "<u2", 20240801: "<u4"}
-# Tokens that are looked at together.
+# The number of tokens that are searched at a time.
 _BLOCK = 1 << 20
 
 Tokens = npt.NDArray[np.integer]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FILE = "tokenizer.json"
-# A document is encoded in parts of so many characters, cut behind lines: the library needs a
-# hundred times the memory of what it is given.
+# The most characters of the parts, cut after line ends, in which a document is encoded: the library
+# takes a hundred times the memory of the text.
 PART_CHARACTERS = 1 << 20
 
 
@@ -200,7 +200,7 @@ def _loaded(path: Path, data: bytes) -> "Tokenizer":
             hint="give a tokenizer.json of the library tokenizers; a .model of sentencepiece is "
             "converted by transformers (AutoTokenizer, save_pretrained)",
         ) from error
-    # The file may have all of these, and each would give other tokens than the text's.
+    # The file may ask for all of these, and each would change the tokens of a text.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):

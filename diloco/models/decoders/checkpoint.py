@@ -32,7 +32,7 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-# Files that say how text and images are read, and how chats and generation go; carried along.
+# Files about tokens, images, chats and generation, which are copied.
 CARRIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -48,7 +48,7 @@ CARRIED = (
     "processor_config.json",
 )
 _READ = {"F32", "BF16", "F16"}
-# The module of a layer's experts in parameters that transformers saves itself.
+# The module of a layer's experts in checkpoints that transformers itself saves.
 FUSED = "mlp"
 
 

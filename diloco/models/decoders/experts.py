@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec
 from diloco.learner.tensors.mesh import ROWS, known_spec, parts_along
 from diloco.models.decoders.layer_kinds import Experts
 
-# What stands beside a layer's tensors: halves of adapters by the tensors that they adapt, as `lora`
-# names them. Gate and up of an expert are one there.
+# ADAPTERS is a key beside a layer's tensors: its value has adapters by the tensors that they adapt,
+# as `lora` names them. There gate and up of an expert are one tensor.
 ADAPTERS, GATE_UP, OUT = "adapters", "expert_gate_up", "expert_down"
 DOWN, UP = "a", "b"  # the two halves, as leaves are named; lora_A and lora_B elsewhere
 
@@ -206,13 +206,13 @@ def _told_elsewhere(
 
     A device has `most` places for the rows of each device, as many as can come: no row is dropped.
     """
-    # Of a sender and an owner of experts: how many rows of each expert travel.
+    # The number of rows of each expert, by sender and by the device that has the expert.
     sizes_PxPxX = jax.lax.all_gather(sizes_E, "expert").reshape(parts, parts, -1)
     rows_PxP = jnp.sum(sizes_PxPxX, -1)
     journey = _Journey(jax.lax.axis_index("expert"), most, rows_PxP)
     come_PxSxD = journey.there(rows_RxD)
 
-    # Places that no row has taken come last, behind those of all experts.
+    # Unused places come last, after the places of all experts' rows.
     own_PxX = sizes_PxPxX[:, journey.here]
     find = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))
     expert_PxS = find(jnp.cumsum(own_PxX, 1), jnp.arange(most))

@@ -17,7 +17,7 @@ from diloco.models.decoders.vision import ImageOptions, Pictured, tokens_of_imag
 NEEDED = ("input_ids",)
 # `labels` are the tokens, and IGNORED where a token is not trained on.
 OPTIONAL = ("labels", "attention_mask", "pixel_values", "image_position_ids")
-# They follow from the others.
+# These arrays follow from the others, and are ignored.
 FOLLOWING = ("token_type_ids", "mm_token_type_ids", "num_soft_tokens_per_image")
 IGNORED = -100
 # Rounding, and resizing of images, may leave the pixels' range a little.
@@ -77,7 +77,7 @@ class ImageRows:
                 "raise the option length, or make images and texts smaller",
             )
         self._check_tokens(path, tokens, labels)
-        # A token that stands for an image is told to the model, which does not predict it.
+        # The model is not trained to predict tokens that stand for an image.
         unlearned = (labels == IGNORED) | (tokens == self._text.image)
         window = np.full(self._length + 1, ~self._text.padding, np.int32)
         window[: len(tokens)] = np.where(unlearned, ~tokens, tokens)

@@ -78,7 +78,7 @@ def text_part(document: Mapping[str, Any], source: str) -> tuple[dict[str, Any],
             f"{source}: {key} = {value!r:.80} is not known, and may change what the model computes",
             hint="take the key out if it changes nothing",
         )
-    # The reference takes these of the whole file.
+    # transformers takes these keys from the whole document.
     own = {"tie_word_embeddings": document.get("tie_word_embeddings", True)}
     own |= {key: document[key] for key in ("quantization_config",) if key in document}
     ids = [document.get(key, usual) for key, usual in zip(_SOFT, _SOFT_DEFAULTS, strict=True)]

@@ -459,7 +459,7 @@ def loss_sums(
     segments_BxL = None
     if end is not None:
         ended_BxL = tokens_BxL == end
-        # A document's end is of the document; what follows it is of the next.
+        # A document's end token belongs to the document, and the next token to the next one.
         segments_BxL = 1 + jnp.cumsum(ended_BxL, axis=1) - ended_BxL
     told = {"compute": compute, "images": images, **beside._asdict()}
     hidden_BxLxD, load = forward(config, params, tokens_BxL, segments_BxL, **told)
