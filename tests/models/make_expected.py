@@ -74,8 +74,11 @@ def adapter(folder: str, out: str, *targets: str) -> None:
     from peft import LoraConfig, get_peft_model
 
     model = AutoModelForCausalLM.from_pretrained(folder, **EAGER).float().eval()
-    parameters = [f"mlp.{name}" for name in targets if name.startswith("experts.")]
+    # As suffixes of names; a vision tower has modules of the same names, which peft cannot adapt.
+    parameters = [name for name in targets if name.startswith("experts.")]
     modules = [name for name in targets if not name.startswith("experts.")]
+    if model.config.model_type == "gemma4":
+        modules = rf".*language_model.*({'|'.join(modules)})"
     config = LoraConfig(
         r=4, lora_alpha=6, target_modules=modules, target_parameters=parameters or None,
         task_type="CAUSAL_LM",

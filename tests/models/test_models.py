@@ -287,12 +287,16 @@ GATE_UP, OUT = "expert_gate_up", "expert_down"
         ("mixtral", ATTENTION),
         ("mixtral", ("v", GATE_UP, OUT)),
         ("qwen3-moe", (GATE_UP,)),
+        ("gemma4-31b", ("q", "k", "v", "down")),
+        ("gemma4-e2b", ("k", "o", "per_layer_input_gate", "per_layer_projection")),
+        ("gemma4-26b", ("v", "gate", GATE_UP, OUT)),
+        ("gemma4-whole", DENSE),
     ],
 )
 def test_an_exported_adapter_is_the_runs_model_in_peft(made, case, names, tmp_path):
     """Beside its base in peft, and merged in transformers alone: the run's global view."""
     theirs = {name: module for module, name in EXPERTS.items()}
-    targets = [theirs.get(name, f"{name}_proj") for name in names]
+    targets = [theirs.get(n, n if "per_layer" in n else f"{n}_proj") for n in names]
     lora = {"rank": 4, "alpha": 6, "targets": targets}
     more = [f"task.options.lora.{name}={json.dumps(value)}" for name, value in lora.items()]
     train(made / case, tmp_path, *more)
@@ -327,6 +331,10 @@ def adapted_logits(base, lora, views):
         ("llama-3.1", ("q_proj", "v_proj", "down_proj")),
         ("qwen3-moe", ("q_proj", "experts.gate_up_proj", "experts.down_proj")),
         ("mixtral", ("experts.down_proj",)),
+        ("gemma4-31b", ("q_proj", "v_proj", "up_proj")),
+        ("gemma4-e2b", ("k_proj", "per_layer_projection")),
+        ("gemma4-26b", ("k_proj", "experts.gate_up_proj", "experts.down_proj")),
+        ("gemma4-whole", ("q_proj", "down_proj")),
     ],
 )
 def test_an_adapter_that_peft_wrote_is_read(made, case, targets, tmp_path):

@@ -224,6 +224,74 @@ def test_adapters_of_experts_travel_and_are_merged(tmp_path):
         loaded(folders, {"rank": 4, "dropout": 0.1, "targets": ["experts.down_proj"]})
 
 
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("case", "targets", "leaves"),
+    [
+        ("gemma4-31b", None, 2 * (7 + 6)),
+        pytest.param("gemma4-e2b", None, 2 * (2 * 9 + 2 * 7), marks=pytest.mark.long),
+        ("gemma4-26b", ["v_proj", "o_proj", *EXPERTS], 2 * (1 + 2 + 2 * 2)),
+    ],
+)
+def test_each_group_of_unlike_layers_has_its_adapters(tmp_path, case, targets, leaves):
+    """Full layers have no matrix for values, and shared ones none for keys."""
+    folders = written(tmp_path, CASES[case])
+    given = LORA if targets is None else LORA | {"targets": targets}
+    task = loaded(folders, given)
+    variables = variables_of(task)
+    trained = {n: leaf for n, leaf in leaves_of(variables).items() if n.startswith("trained/")}
+    assert len(trained) == leaves
+    for name, leaf in trained.items():
+        cuts = task.partition(name.removeprefix("trained/"), leaf.shape)
+        assert len(cuts) <= leaf.ndim
+    task.files.write(folders / "out", trained, "float32")
+    found = task.files.read(folders / "out")
+    assert set(found) == set(trained)
+    for name, leaf in trained.items():
+        np.testing.assert_array_equal(found[name], leaf)
+
+    task.files.write_merged(folders / "merged", leaves_of(variables), "float32")
+    config, rows = tiny.open_folder(folders / "merged")
+    params = tree.from_names(variables.frozen, {n: np.asarray(leaf) for n, leaf in rows.items()})
+    lora = read_lora(LoraOptions(**given), config)
+    found = logits_in_float64(config, params, None)
+    wanted = logits_in_float64(config, variables, lora)
+    # The merged tensors are rounded to float32: without that, the difference is 0.
+    assert np.abs(found - wanted).max() < 3e-5 * np.abs(wanted).max()
+    base = logits_in_float64(config, variables.frozen, None)
+    assert np.abs(wanted - base).max() > 0.01 * np.abs(base).max()
+
+
+def logits_in_float64(config, variables, lora):
+    with jax.enable_x64(True):
+
+        @jax.jit
+        def logits(variables):
+            params, beside = with_adapters(lora, variables, None)
+            told = {"compute": model.Compute(dtype="float64"), **beside._asdict()}
+            return model.logits_of(config, params, TOKENS, **told)
+
+        return np.asarray(
+            logits(jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables))
+        )
+
+
+def test_dropout_in_unlike_layers_is_of_each_layer(tmp_path):
+    folders = written(tmp_path, CASES["gemma4-31b"])
+    task = loaded(folders, LORA | {"dropout": 0.5, "targets": ["q_proj"]})
+    variables, batch = variables_of(task), next(task.batches("a", 0))
+
+    def loss(number):
+        return float(task.loss(variables, batch, jax.random.key(number))[0])
+
+    assert loss(1) == loss(1) != loss(2)
+    assert task.evaluate(variables) == loaded(folders, LORA | {"targets": ["q_proj"]}).evaluate(
+        variables
+    )
+
+
 def test_dropout_follows_from_the_key(folders):
     task = loaded(folders, LORA | {"dropout": 0.5})
     variables, batch = variables_of(task), next(task.batches("a", 0))
@@ -278,9 +346,6 @@ def test_options_of_other_kinds_are_refused(folders, lora, word):
 def test_all_matrices_of_every_decoder_have_names():
     for document in CASES.values():
         config = parse_config(document, source="")
-        if config.unlike is not None:
-            with pytest.raises(TaskError, match="gemma4_text"):
-                read_lora(LoraOptions(**LORA), config)
-            continue
-        count = 7 if config.experts is None else 4
+        beside = config.experts is None or config.experts.beside
+        count = (7 if beside else 4) + (2 if config.fed_width else 0)
         assert len(read_lora(LoraOptions(**LORA), config).targets) == count

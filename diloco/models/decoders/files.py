@@ -6,6 +6,7 @@ checkpoint into which the adapters are merged.
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,24 @@ from safetensors.numpy import save_file
 
 from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.learner.task import Params
+from diloco.learner.tensors import tree
 from diloco.models.decoders import checkpoint
 from diloco.models.decoders.checkpoint import DTYPES, Rows, carry, staged
 from diloco.models.decoders.config import CONFIG, DecoderConfig, read_config
 from diloco.models.decoders.experts import DOWN, GATE_UP, OUT, UP
+from diloco.models.decoders.image_text import ALONE, WITHIN
 from diloco.models.decoders.lora import (
-    EXPERTS,
     FROZEN,
     TRAINED,
     AdaptedMatrix,
     Lora,
-    adapted_of,
     base_dtypes,
+    experts_of,
+    kind_of,
     matrices_of,
+    targets_of,
 )
-from diloco.models.decoders.tensors import LAYERS, TensorEntry, table
+from diloco.models.decoders.tensors import TensorEntry, table
 from diloco.models.decoders.upcycling import LayersOf, read_upcycled
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -184,40 +188,52 @@ class Adapters:
             ConfigError: it cannot be written; then there is no folder.
         """
         whole = {name: leaves[FROZEN + name] for name in table(self.config)}
-        for target in self.lora.targets:
-            down, up = (leaves[f"{TRAINED}{LAYERS}{target}/{half}"] for half in (DOWN, UP))
-            parts = {target: up}
-            if target == GATE_UP:
-                parts = dict(zip(("expert_gate", "expert_up"), np.split(up, 2, -1), strict=True))
+        for entry in targets_of(self.config, self.lora):
+            down, up = (leaves[f"{TRAINED}{entry.name}/{half}"] for half in (DOWN, UP))
+            parts = {entry.name: up}
+            if kind_of(entry) == GATE_UP:
+                gate_up = np.split(up, 2, -1)
+                if entry.name in whole:
+                    # The checkpoint has both in one tensor, along an axis of their own.
+                    down, parts = down[:, :, None], {entry.name: np.stack(gate_up, axis=2)}
+                else:
+                    place = entry.name.removesuffix(GATE_UP)
+                    names = (f"{place}expert_gate", f"{place}expert_up")
+                    parts = dict(zip(names, gate_up, strict=True))
             for name, part in parts.items():
-                base = whole[LAYERS + name]
-                whole[LAYERS + name] = AdaptedMatrix(base, down, part, self.lora.scale)
+                whole[name] = AdaptedMatrix(whole[name], down, part, self.lora.scale)
         checkpoint.write_checkpoint(folder, self.config, whole, dtype=dtype, beside=self.source)
 
     def _halves(self) -> list[tuple[str, TensorEntry, str]]:
         """Returns (leaf's name, the matrix that it adapts, half A or B) for all leaves."""
-        entries = adapted_of(self.config)
         return [
-            (f"{TRAINED}{LAYERS}{target}/{half}", entries[LAYERS + target], half)
-            for target in self.lora.targets
+            (f"{TRAINED}{entry.name}/{half}", entry, half)
+            for entry in targets_of(self.config, self.lora)
             for half in (DOWN, UP)
         ]
 
     def _names(self, entry: TensorEntry, half: str) -> list[str]:
-        """Returns the names of one half in all layers, in `peft`'s format."""
+        """Returns the names of one half in all layers of a group, in `peft`'s format."""
         name = entry.checkpoint_name.removesuffix(".weight")
+        if self.config.image_text is not None:
+            name = WITHIN + name.removeprefix(ALONE)
         if _of_experts(entry):
             # In peft, the adapter of a module's second parameter wraps that of the first.
-            inner = entry.name == LAYERS + GATE_UP and OUT in self.lora.targets
+            inner = kind_of(entry) == GATE_UP and OUT in self.lora.targets
             name = name.rpartition(".")[0] + (".base_layer" if inner else "")
-        layers = range(entry.shape[0])
-        return [f"base_model.model.{name.format(n)}.{_PEFT_NAMES[half]}.weight" for n in layers]
+        end = f"{_PEFT_NAMES[half]}.weight"
+        return [f"base_model.model.{name.format(n)}.{end}" for n in entry.layers]
 
     def _document(self) -> dict[str, Any]:
-        named = {
-            entry.name.removeprefix(LAYERS): m for m, entry in matrices_of(self.config).items()
-        }
-        known = {name: f"mlp.{parameter}" for parameter, name in EXPERTS.items()}
+        def chosen(known: Mapping[str, list[TensorEntry]]) -> dict[str, TensorEntry]:
+            firsts = {module: entries[0] for module, entries in known.items()}
+            return {m: one for m, one in firsts.items() if kind_of(one) in self.lora.targets}
+
+        modules, parameters = chosen(matrices_of(self.config)), chosen(experts_of(self.config))
+        targets: list[str] | str = list(modules)
+        if self.config.image_text is not None and modules:
+            # Towers have modules of the same names, which peft cannot adapt.
+            targets = rf"{re.escape(WITHIN)}layers\.\d+\.(.*\.)?({'|'.join(modules)})"
         document = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -225,13 +241,15 @@ class Adapters:
             "r": self.lora.rank,
             "lora_alpha": self.lora.alpha,
             "lora_dropout": self.lora.dropout,
-            "target_modules": [named[name] for name in self.lora.targets if name in named],
+            "target_modules": targets,
             "bias": "none",
             "fan_in_fan_out": False,
             "inference_mode": True,
         }
-        if parameters := [known[name] for name in self.lora.targets if name in known]:
-            document["target_parameters"] = parameters
+        if parameters:
+            # The name within a layer: that of the layers' module is not the same everywhere.
+            within = [one.checkpoint_name.partition("{}.")[2] for one in parameters.values()]
+            document["target_parameters"] = within
         return document
 
     def _check_document(self, folder: Path) -> None:
@@ -333,8 +351,5 @@ def read_base(source: Path, config: DecoderConfig, dtype: str) -> Params:
         TaskError: as `require_weights`.
     """
     rows = checkpoint.read_checkpoint(require_weights(source), config)
-    tree: dict[str, Any] = {"layers": {}}
-    for name, held in base_dtypes(config, dtype).items():
-        place, _, last = name.rpartition("/")
-        (tree[place] if place else tree)[last] = Lying(rows[name], held)
-    return tree
+    held = base_dtypes(config, dtype)
+    return tree.nested({name: Lying(rows[name], each) for name, each in held.items()})

@@ -7,10 +7,14 @@ Each is merged separately, so that their product is not the mean of the learners
 Adapters of experts follow `target_parameters` of `peft`: gate and up of an expert are one matrix,
 to which the product A B is added.
 
+A target is a kind of matrix, such as "q", of all layers that have one. Adapters of groups of layers
+(`groups`) are apart, as the groups' tensors are.
+
 Shapes: as in `model`; R rank, I and O inputs and outputs of a matrix, E experts.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -23,10 +27,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from diloco.common.protocol.errors import TaskError
 from diloco.learner.task import AtLeastOne, Params, Variables
+from diloco.learner.tensors import tree
 from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.experts import ADAPTERS, DOWN, GATE_UP, OUT, UP
+from diloco.models.decoders.groups import groups_of
 from diloco.models.decoders.model import Product, plain_product
-from diloco.models.decoders.tensors import LAYERS, TensorEntry, table
+from diloco.models.decoders.tensors import LAYERS, TensorEntry, stacked, table
 
 TRAINED, FROZEN = "trained/", "frozen/"
 _DRAWN = "dropout_keys"
@@ -67,38 +73,50 @@ class AdapterParams(NamedTuple):
 ALONE = AdapterParams(plain_product, None)
 
 
-def matrices_of(config: DecoderConfig) -> dict[str, TensorEntry]:
-    """Returns the matrices that may have an adapter, without experts', by `peft`'s names."""
-    return {
-        entry.checkpoint_name.split(".")[-2]: entry
-        for entry in table(config).values()
-        if entry.transposed and "experts" not in entry.axes
-    }
+def kind_of(entry: TensorEntry) -> str:
+    """Returns a layer tensor's name without those of the tree and of the group, such as "q"."""
+    return entry.name.rpartition("/")[2]
 
 
-def experts_of(config: DecoderConfig) -> dict[str, TensorEntry]:
-    """Returns the experts' parameters that may have an adapter, by `peft`'s names."""
-    if config.experts is None:
-        return {}
-    N, E, D, F = config.layers, config.experts.count, config.width, config.experts.width
-    shapes = {GATE_UP: (N, E, D, 2 * F), OUT: (N, E, F, D)}
-    axes = {GATE_UP: ("width", "mlp"), OUT: ("mlp", "width")}
-    return {
-        module: TensorEntry(
-            name=LAYERS + name,
-            checkpoint_name=f"model.layers.{{}}.mlp.{module}",
-            shape=shapes[name],
-            transposed=False,
-            axes=("layers", "experts", *axes[name]),
-        )
-        for module, name in EXPERTS.items()
-    }
+def matrices_of(config: DecoderConfig) -> dict[str, list[TensorEntry]]:
+    """Returns the matrices of layers that may have an adapter, without experts'.
+
+    The keys are `peft`'s names; a value has an entry for each group of layers.
+    """
+    found: dict[str, list[TensorEntry]] = {}
+    for entry in table(config).values():
+        if entry.name.startswith(LAYERS) and entry.transposed and "experts" not in entry.axes:
+            found.setdefault(entry.checkpoint_name.split(".")[-2], []).append(entry)
+    return found
+
+
+def experts_of(config: DecoderConfig) -> dict[str, list[TensorEntry]]:
+    """Returns the experts' parameters that may have an adapter; keys and values as above."""
+    found: dict[str, list[TensorEntry]] = {}
+    for group in groups_of(config).values():
+        experts, D = group.config.experts, config.width
+        if experts is None:
+            continue
+        E, F = experts.count, experts.width
+        shapes = {GATE_UP: (E, D, 2 * F), OUT: (E, F, D)}
+        axes = {GATE_UP: ("experts", "width", "mlp"), OUT: ("experts", "mlp", "width")}
+        within = "" if experts.beside else "mlp."
+        for module, name in EXPERTS.items():
+            entry = stacked(group, name, within + module, shapes[name], axes[name])
+            found.setdefault(module, []).append(entry)
+    return found
 
 
 def adapted_of(config: DecoderConfig) -> dict[str, TensorEntry]:
     """Returns all tensors that may have an adapter, by their names in `tensors`."""
     known = matrices_of(config) | experts_of(config)
-    return {entry.name: entry for entry in known.values()}
+    return {entry.name: entry for entries in known.values() for entry in entries}
+
+
+def targets_of(config: DecoderConfig, lora: Lora) -> list[TensorEntry]:
+    """Returns the tensors that have an adapter: by target, and within it by group."""
+    entries = adapted_of(config).values()
+    return [entry for name in lora.targets for entry in entries if kind_of(entry) == name]
 
 
 class LoraOptions(BaseModel):
@@ -120,13 +138,6 @@ def read_lora(given: LoraOptions | None, config: DecoderConfig) -> Lora | None:
     """
     if given is None:
         return None
-    if config.unlike is not None:
-        raise TaskError(
-            f"causal_lm: the option 'lora' is for decoders whose layers are alike, but those of"
-            f" {config.family} are not",
-            hint="train all parameters, or adapters of peft under transformers' Trainer"
-            " (docs/library.md)",
-        )
     known = matrices_of(config) | experts_of(config)
     targets = matrices_of(config) if given.targets is None else given.targets
     if unknown := [one for one in targets if one not in known]:
@@ -140,9 +151,7 @@ def read_lora(given: LoraOptions | None, config: DecoderConfig) -> Lora | None:
             " as in peft",
             hint="leave dropout out, or the experts",
         )
-    names = tuple(
-        entry.name.removeprefix(LAYERS) for module, entry in known.items() if module in targets
-    )
+    names = tuple(kind_of(known[module][0]) for module in known if module in targets)
     alpha = 2 * given.rank if given.alpha is None else given.alpha
     return Lora(rank=given.rank, alpha=float(alpha), targets=names, dropout=float(given.dropout))
 
@@ -150,17 +159,15 @@ def read_lora(given: LoraOptions | None, config: DecoderConfig) -> Lora | None:
 def init_adapters(config: DecoderConfig, lora: Lora, key: jax.Array) -> Params:
     """Returns new float32 adapters: A uniform within 1 / sqrt(I), as by `peft`; B zero."""
     adapters: dict[str, Any] = {}
-    for number, name in enumerate(lora.targets):
-        *stacked, inputs, outputs = adapted_of(config)[LAYERS + name].shape
+    for number, entry in enumerate(targets_of(config, lora)):
+        *layers, inputs, outputs = entry.shape
         bound = 1 / math.sqrt(inputs)
         drawn = jax.random.fold_in(key, number)
-        adapters[name] = {
-            DOWN: jax.random.uniform(
-                drawn, (*stacked, inputs, lora.rank), minval=-bound, maxval=bound
-            ),
-            UP: jnp.zeros((*stacked, lora.rank, outputs)),
-        }
-    return {"layers": adapters}
+        adapters[f"{entry.name}/{DOWN}"] = jax.random.uniform(
+            drawn, (*layers, inputs, lora.rank), minval=-bound, maxval=bound
+        )
+        adapters[f"{entry.name}/{UP}"] = jnp.zeros((*layers, lora.rank, outputs))
+    return tree.nested(adapters)
 
 
 def base_dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
@@ -185,22 +192,27 @@ def with_adapters(
     if lora is None:
         return variables, ALONE
     assert isinstance(variables, Variables)
-    adapters = variables.trained["layers"]
-    # Experts get their adapters with the scale already applied.
-    scaled = {
-        name: halves | {UP: halves[UP] * lora.scale} if name in EXPERTS.values() else halves
-        for name, halves in adapters.items()
-    }
-    beside: dict[str, Any] = {ADAPTERS: scaled}
-    if lora.dropout and key is not None:
-        layers = next(iter(adapters.values()))[DOWN].shape[0]
-        beside[_DRAWN] = jax.random.split(key, layers)
+    groups = _by_group(variables.trained["layers"])
+    ends = list(itertools.accumulate(map(_layers_of, groups.values())))
+    keys = jax.random.split(key, ends[-1]) if lora.dropout and key is not None else None
+    beside: dict[str, Any] = {}
+    for (name, adapters), end in zip(groups.items(), ends, strict=True):
+        # Experts get their adapters with the scale already applied.
+        own: dict[str, Any] = {
+            ADAPTERS: {
+                kind: halves | {UP: halves[UP] * lora.scale} if kind in EXPERTS.values() else halves
+                for kind, halves in adapters.items()
+            }
+        }
+        if keys is not None:
+            own[_DRAWN] = keys[end - _layers_of(adapters) : end]
+        beside |= {name: own} if name else own
 
     def product(name: str, x_BxLxI: jax.Array, layer: Mapping[str, Any]) -> jax.Array:
         y_BxLxO = plain_product(name, x_BxLxI, layer)
-        if name not in lora.targets:
+        halves = layer.get(ADAPTERS, {}).get(name)
+        if halves is None:
             return y_BxLxO
-        halves = layer[ADAPTERS][name]
         if _DRAWN in layer:
             drawn = jax.random.fold_in(layer[_DRAWN], lora.targets.index(name))
             x_BxLxI = _dropped(lora.dropout, x_BxLxI, drawn)
@@ -209,6 +221,18 @@ def with_adapters(
         return y_BxLxO + added_BxLxO * lora.scale
 
     return variables.frozen, AdapterParams(product, beside)
+
+
+def _by_group(adapters: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Returns the adapters of each group of layers by its name; "": all layers are one group."""
+    alike = any(DOWN in halves for halves in adapters.values())
+    return {"": adapters} if alike else dict(adapters)
+
+
+def _layers_of(adapters: Mapping[str, Any]) -> int:
+    """Returns the number of layers that adapters of one group stack."""
+    layers: int = next(iter(adapters.values()))[DOWN].shape[0]
+    return layers
 
 
 def _dropped(share: float, x: jax.Array, key: jax.Array) -> jax.Array:
@@ -225,9 +249,9 @@ def half_partition(half: str, whole: PartitionSpec) -> PartitionSpec:
 
 def adapter_count(config: DecoderConfig, lora: Lora) -> int:
     """Returns the number of parameters of all adapters, which are trained."""
-    shapes = [adapted_of(config)[LAYERS + name].shape for name in lora.targets]
+    shapes = [entry.shape for entry in targets_of(config, lora)]
     return sum(
-        math.prod(stacked) * lora.rank * (inputs + outputs) for *stacked, inputs, outputs in shapes
+        math.prod(layers) * lora.rank * (inputs + outputs) for *layers, inputs, outputs in shapes
     )
 
 
@@ -235,9 +259,9 @@ class AdaptedMatrix:
     """A stacked matrix plus its adapter; each layer is computed when it is read.
 
     Args:
-        base: the matrix, [N, I, O]; of experts [N, E, I, O].
-        down: A, [N, I, R], or [N, E, I, R].
-        up: B, [N, R, O], or [N, E, R, O].
+        base: the matrix, [N, I, O]; of experts [N, E, I, O], or gate and up [N, E, 2, I, O].
+        down: A, [N, I, R]; of experts [N, E, I, R], or [N, E, 1, I, R].
+        up: B, [N, R, O]; of experts [N, E, R, O], or [N, E, 2, R, O].
         scale: factor of the product A B.
     """
 

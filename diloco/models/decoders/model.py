@@ -198,9 +198,19 @@ def forward(
 
         return jax.checkpoint(block, prevent_cse=False) if compute.remat else block
 
-    layers = {**params["layers"], **(beside or {})}
+    layers = joined(params["layers"], beside or {})
     x_BxLxD, load = scan_layers(config, layers, x_BxLxD, fed_NxBxLxP, block_of)
     return Forward(norm(config, x_BxLxD, params["norm"]), load)
+
+
+def joined(one: Params, other: Params) -> Params:
+    """Returns two trees of dictionaries as one."""
+    if not isinstance(one, dict):
+        return one
+    return {
+        name: joined(one.get(name, other.get(name)), other.get(name, one.get(name)))
+        for name in one | other
+    }
 
 
 def _embedded(

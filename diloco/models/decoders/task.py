@@ -55,7 +55,14 @@ from diloco.models.decoders.lora import (
     read_lora,
     with_adapters,
 )
-from diloco.models.decoders.model import Compute, forward, head_of, init_params, token_losses
+from diloco.models.decoders.model import (
+    Compute,
+    forward,
+    head_of,
+    init_params,
+    joined,
+    token_losses,
+)
 from diloco.models.decoders.sizes import SIZES, size_named
 from diloco.models.decoders.tensors import (
     LAYERS,
@@ -297,6 +304,8 @@ def _chosen(
     config: DecoderConfig, adapters: Lora | None, trained: Patterns, frozen: Patterns | None
 ) -> Chosen | None:
     """Returns the choice of tensors to train; None: all, or adapters alone."""
+    if adapters is not None and (tuple(trained), frozen) == (("*",), None):
+        return None
     if frozen is None:
         frozen = () if config.tower is None else (f"{TOWER}*",)
     chosen = Chosen(trained, (*frozen, *buffers_of(config)))
@@ -341,16 +350,6 @@ class InPart:
         """As `task.Files.write`."""
         own = {name.partition("/")[2]: leaf for name, leaf in leaves.items()}
         self.whole.write(folder, own, dtype)
-
-
-def joined(one: Params, other: Params) -> Params:
-    """Returns two trees of dictionaries as one."""
-    if not isinstance(one, dict):
-        return one
-    return {
-        name: joined(one.get(name, other.get(name)), other.get(name, one.get(name)))
-        for name in one | other
-    }
 
 
 def _init(

@@ -216,7 +216,7 @@ def _beside(group: Group) -> list[TensorEntry]:
             _vector(group, "fed_post_norm", "post_per_layer_input_norm"),
         ]
     if group.config.scaled_layers:
-        found.append(_stacked(group, "scale", "layer_scalar", (1,), ("one",)))
+        found.append(stacked(group, "scale", "layer_scalar", (1,), ("one",)))
     return found
 
 
@@ -238,8 +238,8 @@ def _mlp(group: Group) -> list[TensorEntry]:
         return [
             *dense,
             _matrix(group, "router", "router.proj", (D, E), ("width", "experts")),
-            _stacked(group, "router_scale", "router.scale", (D,), ("width",)),
-            _stacked(group, "router_gain", "router.per_expert_scale", (E,), ("experts",)),
+            stacked(group, "router_scale", "router.scale", (D,), ("width",)),
+            stacked(group, "router_gain", "router.per_expert_scale", (E,), ("experts",)),
             _experts(group, "expert_gate_up", "gate_up_proj", (E, 2, D, F), both),
             _experts(group, "expert_down", "down_proj", (E, F, D), outward),
         ]
@@ -285,9 +285,18 @@ def _turned(name: str, source: str, shape: tuple[int, ...]) -> TensorEntry:
     return dataclasses.replace(entry, transposed=True)
 
 
-def _stacked(
+def stacked(
     group: Group, name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]
 ) -> TensorEntry:
+    """Returns the entry of a tensor that each layer of a group has, stacked along a first axis.
+
+    Args:
+        group: the layers.
+        name: the tensor's name within a layer.
+        source: its name within a layer of a checkpoint.
+        shape: its shape in one layer.
+        axes: the kinds of its axes in one layer.
+    """
     return TensorEntry(
         name=f"{LAYERS}{group.name}/{name}" if group.name else LAYERS + name,
         checkpoint_name=f"model.layers.{{}}.{source}",
@@ -302,7 +311,7 @@ def _matrix(
     group: Group, name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]
 ) -> TensorEntry:
     return dataclasses.replace(
-        _stacked(group, name, f"{source}.weight", shape, axes), transposed=True
+        stacked(group, name, f"{source}.weight", shape, axes), transposed=True
     )
 
 
@@ -310,7 +319,7 @@ def _experts(
     group: Group, name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]
 ) -> TensorEntry:
     """Returns the entry of a tensor that has all experts of a layer, in checkpoints too."""
-    entry = _stacked(group, name, f"experts.{source}", shape, axes)
+    entry = stacked(group, name, f"experts.{source}", shape, axes)
     return dataclasses.replace(entry, transposed=True)
 
 
@@ -329,4 +338,4 @@ def _vector(group: Group, name: str, source: str) -> TensorEntry:
     of_head = name in ("q_norm", "k_norm")
     width = group.config.head_width if of_head else group.config.width
     axes = ("head",) if of_head else ("width",)
-    return _stacked(group, name, f"{source}.weight", (width,), axes)
+    return stacked(group, name, f"{source}.weight", (width,), axes)
