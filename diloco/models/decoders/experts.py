@@ -32,7 +32,7 @@ DOWN, UP = "a", "b"  # the two halves, as leaves are named; lora_A and lora_B el
 
 Activation = Callable[[jax.Array], jax.Array]
 # (rows in the order of experts [R, D], rows of each expert [E], gate, up, down) -> output [R, D].
-Told = Callable[..., jax.Array]
+ExpertOutputs = Callable[..., jax.Array]
 
 
 class Load(NamedTuple):
@@ -169,33 +169,33 @@ def _mixed(
     sizes_E = jnp.bincount(chosen_TxC.reshape(-1), length=experts.count)
     rows_RxD = x_TxD[order_R // experts.chosen]
     matrices = (gate_ExDxF, up_ExDxF, down_ExFxD)
-    told: Told = partial(_told, activation)
+    outputs_of: ExpertOutputs = partial(_own_outputs, activation)
     if parts > 1:
         most = x_TxD.shape[0] * min(experts.chosen, experts.count // parts)
-        told = partial(_told_elsewhere, told, parts, most)
-    told_RxD = told(rows_RxD, sizes_E, *matrices)
-    told_TxCxD = told_RxD[jnp.argsort(order_R)].reshape(*chosen_TxC.shape, -1)
-    y_TxD = jnp.einsum("tcd,tc->td", told_TxCxD, weight_TxC.astype(x_TxD.dtype))
+        outputs_of = partial(_exchanged_outputs, outputs_of, parts, most)
+    output_RxD = outputs_of(rows_RxD, sizes_E, *matrices)
+    output_TxCxD = output_RxD[jnp.argsort(order_R)].reshape(*chosen_TxC.shape, -1)
+    y_TxD = jnp.einsum("tcd,tc->td", output_TxCxD, weight_TxC.astype(x_TxD.dtype))
     load = Load(sizes_E / x_TxD.shape[0], jnp.mean(probability_TxE, 0))
     return y_TxD.reshape(x_BxLxD.shape), load
 
 
-def _told(
+def _own_outputs(
     activation: Activation, rows_RxD: jax.Array, sizes_E: jax.Array, *matrices: jax.Array
 ) -> jax.Array:
     """Returns the output of each row's expert, [R, D]; the platform decides by which way."""
-    told_RxD: jax.Array = jax.lax.platform_dependent(
+    output_RxD: jax.Array = jax.lax.platform_dependent(
         rows_RxD,
         sizes_E,
         *matrices,
         cpu=partial(by_blocks, activation),
         default=partial(by_groups, activation),
     )
-    return told_RxD
+    return output_RxD
 
 
-def _told_elsewhere(
-    told: Told,
+def _exchanged_outputs(
+    outputs_of: ExpertOutputs,
     parts: int,
     most: int,
     rows_RxD: jax.Array,
@@ -218,8 +218,8 @@ def _told_elsewhere(
     expert_PxS = find(jnp.cumsum(own_PxX, 1), jnp.arange(most))
     order_Q = jnp.argsort(expert_PxS.reshape(-1))
     come_QxD = come_PxSxD.reshape(-1, rows_RxD.shape[1])[order_Q]
-    told_QxD = told(come_QxD, jnp.sum(own_PxX, 0), *matrices)
-    return journey.back(told_QxD[jnp.argsort(order_Q)].reshape(come_PxSxD.shape), rows_RxD)
+    output_QxD = outputs_of(come_QxD, jnp.sum(own_PxX, 0), *matrices)
+    return journey.back(output_QxD[jnp.argsort(order_Q)].reshape(come_PxSxD.shape), rows_RxD)
 
 
 class _Journey(NamedTuple):
@@ -266,13 +266,13 @@ class _Journey(NamedTuple):
         come: jax.Array = jax.lax.platform_dependent(rows_RxD, cpu=whole, default=ragged)
         return come
 
-    def back(self, told_PxSxD: jax.Array, like_RxD: jax.Array) -> jax.Array:
+    def back(self, output_PxSxD: jax.Array, like_RxD: jax.Array) -> jax.Array:
         """Returns the outputs of rows, [R, D], in the order in which the rows left."""
         parts, begins_P = len(self.rows), self._begins[self.here]
 
-        def ragged(told_PxSxD: jax.Array) -> Any:
+        def ragged(output_PxSxD: jax.Array) -> Any:
             return jax.lax.ragged_all_to_all(
-                told_PxSxD.reshape(parts * self.most, -1),
+                output_PxSxD.reshape(parts * self.most, -1),
                 jnp.zeros_like(like_RxD),
                 self.most * jnp.arange(parts, dtype=begins_P.dtype),
                 self.rows[:, self.here],
@@ -281,14 +281,14 @@ class _Journey(NamedTuple):
                 axis_name="expert",
             )
 
-        def whole(told_PxSxD: jax.Array) -> Any:
-            come_PxSxD = jax.lax.all_to_all(told_PxSxD, "expert", 0, 0)
+        def whole(output_PxSxD: jax.Array) -> Any:
+            come_PxSxD = jax.lax.all_to_all(output_PxSxD, "expert", 0, 0)
             row_R = jnp.arange(len(like_RxD))
             ends_P = jnp.cumsum(self.rows[self.here])
             owner_R = jnp.searchsorted(ends_P, row_R, side="right")
             return come_PxSxD[owner_R, row_R - begins_P[owner_R]]
 
-        came: jax.Array = jax.lax.platform_dependent(told_PxSxD, cpu=whole, default=ragged)
+        came: jax.Array = jax.lax.platform_dependent(output_PxSxD, cpu=whole, default=ragged)
         return came
 
 

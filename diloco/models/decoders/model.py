@@ -134,10 +134,10 @@ def logits_of(
     segments_BxL: jax.Array | None = None,
     *,
     compute: Compute = DEFAULT,
-    **told: Any,
+    **options: Any,
 ) -> jax.Array:
     """Returns each next token's logits, float32 [B, L, V]; arguments as in `forward`."""
-    hidden_BxLxD = hidden_of(config, params, tokens_BxL, segments_BxL, compute=compute, **told)
+    hidden_BxLxD = hidden_of(config, params, tokens_BxL, segments_BxL, compute=compute, **options)
     head_VxD = head_of(config, params).astype(compute.dtype)
     logits_BxLxV = jnp.einsum(
         "bld,vd->blv", hidden_BxLxD, head_VxD, preferred_element_type=jnp.float32
@@ -145,9 +145,9 @@ def logits_of(
     return capped(config, logits_BxLxV)
 
 
-def hidden_of(*given: Any, **told: Any) -> jax.Array:
+def hidden_of(*given: Any, **options: Any) -> jax.Array:
     """Returns the normed output of the last block, [B, L, D]; arguments as in `forward`."""
-    return forward(*given, **told).hidden
+    return forward(*given, **options).hidden
 
 
 def forward(
@@ -192,8 +192,10 @@ def forward(
 
         def block(x_BxLxD: jax.Array, layer: Any, taken: KeysAndValues | None) -> Any:
             turns = by_kind(own, layer[SLIDES], near, full)
-            told = partial(attend, layer[SLIDES])
-            x_BxLxD, kept, load = layer_of(own, x_BxLxD, layer, (turns,), told, product, taken)
+            attend_here = partial(attend, layer[SLIDES])
+            x_BxLxD, kept, load = layer_of(
+                own, x_BxLxD, layer, (turns,), attend_here, product, taken
+            )
             return x_BxLxD, kept if group.keeps else None, load
 
         return jax.checkpoint(block, prevent_cse=False) if compute.remat else block
@@ -252,9 +254,9 @@ def _fed(
     shape = (*x_BxLxD.shape[:2], config.layers, config.fed_width)
     rows_BxLxNxP = rows("fed_embed").reshape(shape)
     rows_BxLxNxP = rows_BxLxNxP * jnp.asarray(config.fed_width**0.5, x_BxLxD.dtype)
-    told_BxLxNxP = (x_BxLxD @ params["fed_matrix"].astype(x_BxLxD.dtype)).reshape(shape)
-    told_BxLxNxP = norm(config, told_BxLxNxP * config.width**-0.5, params["fed_norm"])
-    return jnp.moveaxis((told_BxLxNxP + rows_BxLxNxP) * 2**-0.5, 2, 0)
+    projected_BxLxNxP = (x_BxLxD @ params["fed_matrix"].astype(x_BxLxD.dtype)).reshape(shape)
+    projected_BxLxNxP = norm(config, projected_BxLxNxP * config.width**-0.5, params["fed_norm"])
+    return jnp.moveaxis((projected_BxLxNxP + rows_BxLxNxP) * 2**-0.5, 2, 0)
 
 
 def _check_length(config: DecoderConfig, length: int) -> None:
@@ -315,18 +317,18 @@ def layer_of(
     given_BxLxD = norm(config, x_BxLxD, layer["attn_norm"])
     q_BxLxHxK, *own = _heads(config, given_BxLxD, layer, turns, product, taken)
     y_BxLxHxK = attend(q_BxLxHxK, *own)
-    told_BxLxD = product("o", y_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1), layer)
+    output_BxLxD = product("o", y_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1), layer)
     if config.post_norms:
-        told_BxLxD = norm(config, told_BxLxD, layer["attn_post_norm"])
-    x_BxLxD = constrain(x_BxLxD + told_BxLxD, ROWS)
-    told_BxLxD, load = _told_each(config, x_BxLxD, layer, product)
+        output_BxLxD = norm(config, output_BxLxD, layer["attn_post_norm"])
+    x_BxLxD = constrain(x_BxLxD + output_BxLxD, ROWS)
+    output_BxLxD, load = _mlp_and_experts(config, x_BxLxD, layer, product)
     if config.post_norms:
-        told_BxLxD = norm(config, told_BxLxD, layer["mlp_post_norm"])
-    x_BxLxD = constrain(x_BxLxD + told_BxLxD, ROWS)
+        output_BxLxD = norm(config, output_BxLxD, layer["mlp_post_norm"])
+    x_BxLxD = constrain(x_BxLxD + output_BxLxD, ROWS)
     if config.fed_width:
         gate = _GATES[config.activation](product("fed_gate", x_BxLxD, layer))
-        told_BxLxD = product("fed_up", gate * layer[FED], layer)
-        x_BxLxD = x_BxLxD + norm(config, told_BxLxD, layer["fed_post_norm"])
+        output_BxLxD = product("fed_up", gate * layer[FED], layer)
+        x_BxLxD = x_BxLxD + norm(config, output_BxLxD, layer["fed_post_norm"])
     if config.scaled_layers:
         x_BxLxD = x_BxLxD * jax.lax.stop_gradient(layer["scale"]).astype(x_BxLxD.dtype)
     return x_BxLxD, (own[0], own[1]), load
@@ -377,7 +379,7 @@ def _turned(x_BxLxHxK: jax.Array, turns: Turns) -> jax.Array:
     return jnp.concatenate(turned, axis=-1)
 
 
-def _told_each(
+def _mlp_and_experts(
     config: DecoderConfig, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array], product: Product
 ) -> tuple[jax.Array, Load | None]:
     """Returns the output of the MLP, of experts, or their sum; and the load of experts."""
@@ -391,9 +393,9 @@ def _told_each(
     given_BxLxD = norm(config, x_BxLxD, layer["experts_norm"])
     scale_D = layer["router_scale"].astype(x_BxLxD.dtype) * config.width**-0.5
     routed_BxLxD = norm(config, x_BxLxD) * scale_D
-    told_BxLxD, load = mixed(config.experts, gate, given_BxLxD, layer, routed_BxLxD)
-    told_BxLxD = norm(config, told_BxLxD, layer["experts_post_norm"])
-    return norm(config, dense_BxLxD, layer["dense_post_norm"]) + told_BxLxD, load
+    output_BxLxD, load = mixed(config.experts, gate, given_BxLxD, layer, routed_BxLxD)
+    output_BxLxD = norm(config, output_BxLxD, layer["experts_post_norm"])
+    return norm(config, dense_BxLxD, layer["dense_post_norm"]) + output_BxLxD, load
 
 
 def _mlp(
