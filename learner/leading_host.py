@@ -58,13 +58,12 @@ from diloco.learner.wire.checkpoint_save_and_restore import (
 from diloco.learner.wire.claims import Claims
 from diloco.learner.wire.incarnation import (
     Joined,
-    ResumePosition,
     end_when_superseded,
     join,
-    place_after_join,
 )
 from diloco.learner.wire.publish import Publisher, Uploader
 from diloco.learner.wire.receive import Receiver, VersionFetcher, load, start_at, whole
+from diloco.learner.wire.resume_position import ResumePosition, place_after_join
 
 # Seconds that the error which ends a life waits for the last heartbeat to be sent.
 LAST_WORD_S = 3.0

@@ -11,8 +11,9 @@ Rules:
      learner that claims it on the run's tape (`common/storage/share_allocation.py`).
   2. A batch lies in one epoch. The examples of a share after its last whole batch are left out of
      that epoch; they are different ones in each epoch.
-  3. A learner resumes behind all that it has sent. So of one epoch, each example of its share is in
-     at most one merged update of a fragment; batches lost in a crash are not read again.
+  3. A learner resumes behind all that it has sent (`learner/wire/resume_position.py`). So of one
+     epoch, each example of its share is in at most one merged update of a fragment; batches lost in
+     a crash are not read again.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 Shapes: N elements of a vector, B = N / block blocks; G any leading axes of an array of blocks.
 
-`codecs.py` says what codes and scales are.
+`codecs.py` says what codes and scales are. Error feedback is in `send_and_adopt_kernels.py`.
 
 Values have two forms. Vectors are [N] with flat codes, as objects hold them. Arrays of blocks are
 [*G, block] with scales [*G] and codes [*G, items], for arrays that are sharded over devices: no

@@ -25,7 +25,8 @@ from diloco.common.protocol.errors import (
 from diloco.common.storage.share_allocation import Holding, Holdings, Sizes, declared_sizes, end_of
 from diloco.common.storage.tape import decode_as, publish_once
 from diloco.learner.background import Background, Context
-from diloco.learner.wire.incarnation import Joined, ResumePosition, last_at_leader
+from diloco.learner.wire.incarnation import Joined, last_at_leader
+from diloco.learner.wire.resume_position import ResumePosition
 
 # Seconds after which a waiting reader checks again whether the loop is to end.
 LOOK_S = 0.1

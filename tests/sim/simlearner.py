@@ -34,13 +34,12 @@ from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer
 from diloco.learner.wire.claims import LOOK_S, Claims
 from diloco.learner.wire.incarnation import (
     Joined,
-    ResumePosition,
     end_when_superseded,
     join,
-    place_after_join,
 )
 from diloco.learner.wire.publish import Publisher, Uploader
 from diloco.learner.wire.receive import Receiver, VersionFetcher, load, start_at
+from diloco.learner.wire.resume_position import ResumePosition, place_after_join
 
 # The value of `learner.drain_timeout_s`.
 LEAVE_S = 20.0

@@ -1,4 +1,7 @@
-"""The oracle beside a simulated run: reads every message; each violation ends the simulation."""
+"""The oracle beside a simulated run: reads every message; each violation ends the simulation.
+
+The oracle's rules are in `diloco/judge/oracle`; the simulator's own are in `siminvariants.py`.
+"""
 
 import struct
 from collections.abc import Mapping

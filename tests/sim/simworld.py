@@ -1,6 +1,6 @@
 """A run in virtual time: the production aggregator and learner code on a faulty bus and store.
 
-All events follow from the settings and the seed. `simcheck.py` checks every message and object;
+All events follow from the settings and the seed. `siminvariants.py` checks every message and object;
 `simactor.py` injects faults, `simtensors.py` has the substitutes of tensors.
 """
 
@@ -17,9 +17,9 @@ import structlog
 from simactor import Actor
 from simbus import SimBroker
 from simchain import Violation
-from simcheck import Checkers
 from simclock import StuckError, VirtualLoop
 from simfault_rates import CALM, Faults
+from siminvariants import Checkers
 from simstore import SimStore
 from simtensors import Ledger, Light, Numbers
 

@@ -25,8 +25,8 @@ from diloco.learner.core.events import (
     sync_rules,
 )
 from diloco.learner.tensors.checkpoint import PartFolder
-from diloco.learner.wire.incarnation import ResumePosition
 from diloco.learner.wire.receive import Receiver
+from diloco.learner.wire.resume_position import ResumePosition
 
 SEEDS = 500
 

@@ -9,7 +9,8 @@ from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.share_allocation import Sizes
 from diloco.learner.background import Background
 from diloco.learner.wire.claims import Claims
-from diloco.learner.wire.incarnation import ResumePosition, join
+from diloco.learner.wire.incarnation import join
+from diloco.learner.wire.resume_position import ResumePosition
 
 SIZES = Sizes(3, 4)
 # Seconds after which a learner that waits is taken to wait for ever.

@@ -15,7 +15,8 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.storage.bus import MemoryBus, StreamLimits
 from diloco.common.storage.share_allocation import EXPIRY
-from diloco.learner.wire.incarnation import end_when_superseded, join, place_after_join
+from diloco.learner.wire.incarnation import end_when_superseded, join
+from diloco.learner.wire.resume_position import place_after_join
 
 SUBJECT = names.join("r", "learner-0")
 

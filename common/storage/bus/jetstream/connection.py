@@ -19,7 +19,7 @@ from diloco.common.protocol.errors import (
     ConfigError,
 )
 from diloco.common.storage.bus.jetstream.link import CALL_TIMEOUT_S, Address, Link, Pause, ours
-from diloco.common.storage.bus.protocol import Message, StreamLimits, stream_settings
+from diloco.common.storage.bus.protocol import Message
 
 _DIAL_TIMEOUT_S = 10.0
 # Headers of an imported message: when it was first stored, and its message id.
@@ -167,8 +167,6 @@ class Connection:
         )
 
 
-# The server removes a consumer that was not pulled from for this long.
-CONSUMER_IDLE_S = 30.0
 # The most readers of a stream: as many as a record can name learners. Without this setting a
 # server allows 1,000.
 MOST_READERS = 65_536
@@ -212,50 +210,6 @@ def asked_by(msg_id: str | None, expected_last: int | None, ttl_s: float | None)
     if ttl_s is not None:
         headers[api.Header.MSG_TTL.value] = f"{round(ttl_s * 1000)}ms"
     return headers
-
-
-def stream_config(
-    stream: str, subjects: list[str], limits: StreamLimits, first_seq: int, most_readers: int
-) -> api.StreamConfig:
-    """Returns a stream's configuration; with `most_readers` -1 the server chooses that limit."""
-    bounded = (limits.max_age_s > 0 or limits.max_bytes > 0) and not limits.keep_old
-    return api.StreamConfig(
-        name=stream,
-        subjects=subjects,
-        storage=api.StorageType.FILE,
-        discard=api.DiscardPolicy.OLD if bounded else api.DiscardPolicy.NEW,
-        max_age=limits.max_age_s,
-        max_bytes=limits.max_bytes or -1,
-        max_msg_size=limits.max_message_bytes or -1,
-        max_consumers=most_readers,
-        # For durable consumers too, which could else outlive their reader's credentials.
-        consumer_limits=api.StreamConsumerLimits(inactive_threshold=CONSUMER_IDLE_S),
-        duplicate_window=limits.duplicate_window_s,
-        num_replicas=limits.replicas,
-        first_seq=first_seq,
-        allow_direct=True,
-        # These settings make NATS's own tools show the stream as a key-value bucket.
-        max_msgs_per_subject=1 if limits.last_only else -1,
-        allow_msg_ttl=limits.last_only,
-        allow_rollup_hdrs=limits.last_only,
-        deny_delete=limits.last_only,
-    )
-
-
-def settings_of(config: api.StreamConfig) -> dict[str, object]:
-    """Returns an existing stream's settings under the names that `stream_settings` uses."""
-    return stream_settings(
-        config.subjects or [],
-        StreamLimits(
-            max_age_s=config.max_age or 0.0,
-            max_bytes=max(config.max_bytes or 0, 0),
-            max_message_bytes=max(config.max_msg_size or 0, 0),
-            duplicate_window_s=config.duplicate_window,
-            replicas=config.num_replicas or 1,
-            last_only=config.max_msgs_per_subject == 1,
-            keep_old=(config.max_bytes or 0) > 0 and config.discard == api.DiscardPolicy.NEW,
-        ),
-    )
 
 
 def says_time(headers: dict[str, str] | None) -> bool:

@@ -27,9 +27,7 @@ from diloco.common.storage.bus.jetstream.connection import (
     asked_by,
     message_of,
     says_time,
-    settings_of,
     store,
-    stream_config,
     stream_info,
     stream_names,
 )
@@ -51,6 +49,10 @@ from diloco.common.storage.bus.jetstream.link import (
     listen_on,
 )
 from diloco.common.storage.bus.jetstream.pull_consumer import Cursor, Cursors
+from diloco.common.storage.bus.jetstream.stream_and_consumer_config import (
+    settings_of,
+    stream_config,
+)
 from diloco.common.storage.bus.protocol import (
     Filled,
     Message,

@@ -16,7 +16,6 @@ from nats.js import JetStreamContext, api
 from diloco.common.process.credentials import Credentials
 from diloco.common.protocol.errors import BusError, BusUnavailableError
 from diloco.common.storage.bus.jetstream.connection import (
-    CONSUMER_IDLE_S,
     Connection,
     message_of,
     says_time,
@@ -28,6 +27,10 @@ from diloco.common.storage.bus.jetstream.link import (
     Link,
     RefusedError,
     vendor_errors,
+)
+from diloco.common.storage.bus.jetstream.stream_and_consumer_config import (
+    CONSUMER_IDLE_S,
+    consumer_config,
 )
 from diloco.common.storage.bus.protocol import Message, stream_went_back
 
@@ -240,7 +243,7 @@ class Cursors:
         # Permissions to read all subjects name consumers without subjects.
         if len(subjects) == 1 and (self._own is None or self._own.direct_reads):
             asked = f"{asked}.{subjects[0]}"
-        config = _consumer_config(name, subjects, position).as_dict()
+        config = consumer_config(name, subjects, position).as_dict()
         # "create" is missing in nats-py's request, so the server would change an existing consumer.
         body = json.dumps({"stream_name": stream, "config": config, "action": "create"}).encode()
         self._held.add(path)
@@ -299,22 +302,6 @@ class Cursors:
             return
         if position > last + 1:
             raise stream_went_back(stream, position, last)
-
-
-def _consumer_config(consumer: str, subjects: list[str], position: int) -> api.ConsumerConfig:
-    return api.ConsumerConfig(
-        name=consumer,
-        # Makes each request differ; else the server gives two processes the same consumer.
-        description=secrets.token_hex(8),
-        deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
-        opt_start_seq=position,
-        ack_policy=api.AckPolicy.NONE,
-        filter_subject=subjects[0] if len(subjects) == 1 else None,
-        filter_subjects=subjects if len(subjects) > 1 else None,
-        inactive_threshold=CONSUMER_IDLE_S,
-        mem_storage=True,
-        num_replicas=1,
-    )
 
 
 def _place(reply: str) -> tuple[int, int, int]:

@@ -20,8 +20,6 @@ from diloco.common.storage.store.protocol import object_unreadable
 
 ENDPOINT = "https://storage.googleapis.com"
 _UNIVERSE = "googleapis.com"
-RETRY_S = 10.0
-TIMEOUT_S = (10.0, 30.0)  # to connect, or to send a piece; between two bytes of an answer
 PART_BYTES = 8 << 20  # the part size of downloads; larger objects are uploaded in a session
 # Callers' threads need a connection each, in addition to those of the range threads.
 _CONNECTIONS = 64

@@ -18,13 +18,12 @@ from diloco.common.protocol.errors import (
 from diloco.common.protocol.shards import Buffers, Data, parts_of
 from diloco.common.storage.store.gcs.bucket import (
     ENDPOINT,
-    RETRY_S,
-    TIMEOUT_S,
     checksum_of,
     open_bucket,
 )
 from diloco.common.storage.store.gcs.downloads import Downloads
 from diloco.common.storage.store.gcs.faults import brief, no_credentials
+from diloco.common.storage.store.gcs.retries import RETRY_S, TIMEOUT_S
 from diloco.common.storage.store.gcs.uploads import upload
 from diloco.common.storage.store.protocol import (
     Deadline,

@@ -1,4 +1,7 @@
-"""Repeats requests to Google that fail by a transient fault, with pauses, for a limited time."""
+"""Repeats requests to Google that fail by a transient fault, with pauses, for a limited time.
+
+`faults.py` says which faults are transient; `uploads.py` and `bucket.py` make the requests.
+"""
 
 import functools
 import random
@@ -10,6 +13,8 @@ from google.api_core.retry import Retry
 
 from diloco.common.storage.store.gcs.faults import is_transient
 
+RETRY_S = 10.0
+TIMEOUT_S = (10.0, 30.0)  # to connect, or to send a piece; between two bytes of an answer
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _LONGEST_ASKED_PAUSE_S = 60.0  # the longest pause that a service may ask for
 
