@@ -60,7 +60,7 @@ class HuggingFace:
         """Works as `task.Files.first`.
 
         Raises:
-            ConfigError: tensors of an image-and-text checkpoint, which exports copy, are missing.
+            ConfigError: the folder lacks tensors of an image-and-text checkpoint that exports copy.
             TaskError: the folder has no tensors.
         """
         if self.source is None or self.fresh:
@@ -158,7 +158,7 @@ class Adapters:
         """Implements `task.Files.write`: writes the adapters without their base.
 
         Raises:
-            ConfigError: it cannot be written; then there is no folder.
+            ConfigError: the folder cannot be written; nothing is left of it.
         """
         if self.source is None:
             raise ConfigError(
@@ -185,7 +185,7 @@ class Adapters:
             dtype: the dtype of the checkpoint's tensors.
 
         Raises:
-            ConfigError: it cannot be written; then there is no folder.
+            ConfigError: the folder cannot be written; nothing is left of it.
         """
         whole = {name: leaves[FROZEN + name] for name in table(self.config)}
         for entry in targets_of(self.config, self.lora):
@@ -303,11 +303,11 @@ def _from_peft(entry: TensorEntry, half: str, values: np.ndarray) -> np.ndarray:
     return values.reshape(values.shape[0], -1, experts).transpose(2, 1, 0)
 
 
-class Lying:
-    """A frozen leaf, which is read when it is needed.
+class LazyFrozenLeaf:
+    """A frozen leaf of a checkpoint; its values are read when they are needed.
 
     Args:
-        rows: reads its rows in float32.
+        rows: reads the leaf's rows in float32.
         dtype: the dtype in memory.
 
     Attributes:
@@ -352,4 +352,4 @@ def read_base(source: Path, config: DecoderConfig, dtype: str) -> Params:
     """
     rows = checkpoint.read_checkpoint(require_weights(source), config)
     held = base_dtypes(config, dtype)
-    return tree.nested({name: Lying(rows[name], each) for name, each in held.items()})
+    return tree.nested({name: LazyFrozenLeaf(rows[name], each) for name, each in held.items()})

@@ -7,8 +7,8 @@ Each is merged separately, so that their product is not the mean of the learners
 Adapters of experts follow `target_parameters` of `peft`: gate and up of an expert are one matrix,
 to which the product A B is added.
 
-A target is a kind of matrix, such as "q", of all layers that have one. Adapters of groups of layers
-(`groups`) are apart, as the groups' tensors are.
+A target is a kind of matrix, such as "q", in all layers that have one. Each group of layers
+(`groups`) has its own stacked adapters, as it has its own stacked tensors.
 
 Shapes: as in `model`; R rank, I and O inputs and outputs of a matrix, E experts.
 """
@@ -59,7 +59,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The factor of the product A B."""
+        """The factor alpha / R of the product A B."""
         return self.alpha / self.rank
 
 
@@ -74,14 +74,14 @@ ALONE = AdapterParams(plain_product, None)
 
 
 def kind_of(entry: TensorEntry) -> str:
-    """Returns a layer tensor's name without those of the tree and of the group, such as "q"."""
+    """Returns the last part of a layer tensor's name, without tree and group, such as "q"."""
     return entry.name.rpartition("/")[2]
 
 
 def matrices_of(config: DecoderConfig) -> dict[str, list[TensorEntry]]:
-    """Returns the matrices of layers that may have an adapter, without experts'.
+    """Returns the matrices of layers that may have an adapter, except those of experts.
 
-    The keys are `peft`'s names; a value has an entry for each group of layers.
+    The keys are `peft`'s names; a value has a matrix for each group of layers that has one.
     """
     found: dict[str, list[TensorEntry]] = {}
     for entry in table(config).values():
@@ -91,7 +91,7 @@ def matrices_of(config: DecoderConfig) -> dict[str, list[TensorEntry]]:
 
 
 def experts_of(config: DecoderConfig) -> dict[str, list[TensorEntry]]:
-    """Returns the experts' parameters that may have an adapter; keys and values as above."""
+    """Returns the experts' parameters that may have an adapter, in the form of `matrices_of`."""
     found: dict[str, list[TensorEntry]] = {}
     for group in groups_of(config).values():
         experts, D = group.config.experts, config.width

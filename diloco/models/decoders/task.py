@@ -39,7 +39,7 @@ from diloco.models.chosen import Chosen, Patterns
 from diloco.models.decoders.attention import Kind
 from diloco.models.decoders.config import DecoderConfig, read_config, read_document
 from diloco.models.decoders.experts import Load
-from diloco.models.decoders.files import Adapters, HuggingFace, Lying, read_base
+from diloco.models.decoders.files import Adapters, HuggingFace, LazyFrozenLeaf, read_base
 from diloco.models.decoders.lora import (
     ALONE,
     FROZEN,
@@ -341,7 +341,7 @@ class InPart:
         """As `task.Files.read`."""
         rows = self.whole.read(folder)
         return {TRAINED + name: rows[name] for name in rows if self.chosen(name)} | {
-            FROZEN + name: Lying(rows[name], self.dtypes[name])
+            FROZEN + name: LazyFrozenLeaf(rows[name], self.dtypes[name])
             for name in rows
             if not self.chosen(name)
         }
