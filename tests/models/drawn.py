@@ -20,7 +20,6 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 # What each is refused for. The last is no decoder of transformers either: no window is asked for.
 REFUSED = {
-    "drawn-01-qwen3_moe": "decoder_sparse_step",
     "drawn-09-gemma2": "use_bidirectional_attention",
     "drawn-17-qwen3": "layer_types",
 }

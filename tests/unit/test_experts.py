@@ -307,11 +307,29 @@ def test_experts_that_cannot_begin_as_the_mlp_are_refused(tmp_path, document, wo
     assert caught.value.hint
 
 
+def test_some_layers_of_a_mixture_have_an_mlp_in_place_of_experts():
+    """Every second layer of the remaining ones has experts: layer 1 alone."""
+    given = QWEN3_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]}
+    config = parse_config(given, source="")
+    assert config.dense == (0, 2, 3)
+    assert parse_config(config_document(config, "float32"), source="") == config
+    params = jax.jit(functools.partial(model.init_params, config))(jax.random.key(0))
+    assert params["layers"]["mixed"]["router"].shape == (1, 32, 6)
+    assert params["layers"]["dense"]["gate"].shape == (3, 32, 48)
+    tokens = np.arange(16, dtype=np.int32)[None]
+    found = jax.jit(functools.partial(model.forward, config))(params, tokens)
+    assert found.load.chosen.shape == (1, 6)
+    np.testing.assert_allclose(found.load.chosen.sum(), 2, rtol=1e-6)
+    targets = read_lora(LoraOptions(rank=2), config).targets
+    assert targets == ("q", "k", "v", "o", "gate", "up", "down")
+
+
 @pytest.mark.parametrize(
     ("document", "word"),
     [
-        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step"),
-        (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (QWEN3_MOE | {"decoder_sparse_step": 4}, "decoder_sparse_step 4 and .* no layer of 3"),
+        (QWEN3_MOE | {"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers"),
+        (QWEN3_MOE | {"mlp_only_layers": 1}, "mlp_only_layers"),
         (QWEN3_MOE | {"num_experts_per_tok": 7}, "num_experts_per_tok"),
         (QWEN3_MOE | {"num_local_experts": 7}, "num_local_experts"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise"),

@@ -63,7 +63,8 @@ class DecoderConfig:
         experts: experts of each layer; None: layers have an MLP only.
         fed_width: width P of per-layer embeddings; 0: the model has none.
         fed_vocab: rows of their table.
-        unlike: the differences between layers; None: all are alike.
+        dense: numbers of a mixture's layers that have an MLP in place of experts.
+        unlike: further differences between layers; None: there are none.
         image_text: facts of the image-and-text checkpoint whose text model this is, if any.
         tower: the vision tower, if it is among the parameters.
         positions: the length in tokens that the model was trained for; only copied to exports.
@@ -99,6 +100,7 @@ class DecoderConfig:
     experts: Experts | None = None
     fed_width: int = 0
     fed_vocab: int = 0
+    dense: tuple[int, ...] = ()
     unlike: Unlike | None = None
     image_text: ImageText | None = None
     tower: "Tower | None" = None
@@ -225,6 +227,7 @@ class _Parser:
             post_norms=self._files.post_norms,
             scaled_layers=self._files.scaled_layers,
             experts=experts,
+            dense=self._dense(layers),
             fed_width=fed_width,
             fed_vocab=self._fed_vocab() if fed_width else 0,
             unlike=unlike,
@@ -309,6 +312,22 @@ class _Parser:
             balance=self._number("router_aux_loss_coef") if balance else 0.0,
             beside=files.asked_by is not None,
         )
+
+    def _dense(self, layers: int) -> tuple[int, ...]:
+        """Returns the layers of a mixture that have an MLP in place of experts."""
+        if "mlp_only_layers" not in self._files.defaults:
+            return ()
+        every, named = self._count("decoder_sparse_step"), self._value("mlp_only_layers")
+        if not isinstance(named, list):
+            self._refuse(f"mlp_only_layers is {named!r:.80}", "it is a list of layers")
+        dense = [n for n in range(layers) if (n + 1) % every or n in named]
+        if len(dense) == layers:
+            self._refuse(
+                f"decoder_sparse_step {every} and mlp_only_layers {named} leave no layer of"
+                f" {layers} experts",
+                "repair it",
+            )
+        return tuple(dense)
 
     def _unlike(self, sliding: tuple[bool, ...], kv_heads: int) -> Unlike | None:
         """Returns how full layers, and the last layers, differ from the others."""
@@ -486,6 +505,7 @@ def _said(config: DecoderConfig) -> dict[str, Any]:
     if config.experts is not None and files.experts is not None:
         said[files.experts.chosen] = config.experts.chosen
         said["norm_topk_prob"] = config.experts.normed
+        said["mlp_only_layers"], said["decoder_sparse_step"] = list(config.dense), 1
         said["router_aux_loss_coef"] = config.experts.balance
         said[files.experts.count] = config.experts.count
         said[files.experts.width] = config.experts.width

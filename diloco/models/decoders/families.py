@@ -374,11 +374,12 @@ FAMILY_FILES: dict[Family, FamilyFiles] = {
             "moe_intermediate_size": 768,
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.001,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
         },
         # transformers ignores these keys.
         honoured=frozenset({"max_window_layers"}),
-        # Layers with experts among layers without would not fit into one scan.
-        must_be={"decoder_sparse_step": (1,), "mlp_only_layers": ([],), **_ROUTED},
+        must_be=_ROUTED,
         sliding=_all_if_asked,
         head_norms=True,
         experts=ExpertFiles(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.experts import Load
 
+DENSE = "dense"  # the group of a mixture's layers without experts
 SLIDES, FED = "slides", "fed"  # keys of a layer's further inputs, next to its tensors
 # The keys and values of a layer, [B, L, G, K] each.
 KeysAndValues = tuple[jax.Array, jax.Array]
@@ -62,30 +63,31 @@ class Stage(NamedTuple):
 @functools.cache
 def groups_of(config: DecoderConfig) -> dict[str, Group]:
     """Returns the groups of a decoder's layers by name."""
-    if config.unlike is None:
-        return {"": Group("", config, tuple(range(config.layers)), keeps=False)}
     names = _names(config)
     found = {}
     for name in dict.fromkeys(names):
         numbers = tuple(number for number, each in enumerate(names) if each == name)
-        own = _own_config(config, name, len(numbers))
-        keeps = config.unlike.shared > 0 and not own.takes_keys
-        found[name] = Group(name, own, numbers, keeps)
+        own = _own_config(config, name, numbers)
+        shared = 0 if config.unlike is None else config.unlike.shared
+        found[name] = Group(name, own, numbers, keeps=shared > 0 and not own.takes_keys)
     return found
 
 
 def stages_of(config: DecoderConfig) -> tuple[Stage, ...]:
     """Returns a decoder's stages: first layers with their own keys, then those that share some."""
-    if config.unlike is None:
-        return (Stage(("",), config.layers),)
     names = _names(config)
-    first = len(names) - config.unlike.shared
+    first = len(names) - (0 if config.unlike is None else config.unlike.shared)
     return tuple(_stage(part) for part in (names[:first], names[first:]) if part)
 
 
 def _names(config: DecoderConfig) -> tuple[str, ...]:
     """Returns the name of each layer's group."""
-    assert config.unlike is not None
+    if config.unlike is None and not config.dense:
+        return ("",) * config.layers
+    if config.unlike is None:
+        return tuple(
+            DENSE if number in config.dense else "mixed" for number in range(config.layers)
+        )
     first = config.layers - config.unlike.shared
     return tuple(
         ("sliding" if slides else "full") + (_SHARED if number >= first else "")
@@ -104,10 +106,14 @@ def _stage(names: tuple[str, ...]) -> Stage:
     return Stage(names[:length], repeats)
 
 
-def _own_config(config: DecoderConfig, name: str, layers: int) -> DecoderConfig:
+def _own_config(config: DecoderConfig, name: str, numbers: tuple[int, ...]) -> DecoderConfig:
     unlike = config.unlike
-    assert unlike is not None
-    own = dataclasses.replace(config, unlike=None, sliding=(name.startswith("sliding"),) * layers)
+    sliding = tuple(config.sliding[number] for number in numbers)
+    own = dataclasses.replace(config, unlike=None, dense=(), sliding=sliding)
+    if name == DENSE:
+        own = dataclasses.replace(own, experts=None)
+    if unlike is None:
+        return own
     if not own.sliding[0]:
         own = dataclasses.replace(
             own,
@@ -141,7 +147,7 @@ def scan_layers(
     kept: dict[str, KeysAndValues] = {
         name: _none_yet(group.config, x_BxLxD) for name, group in groups.items() if group.keeps
     }
-    loads = []
+    loads: list[Load] = []
     for stage in stages_of(config):
         scanned = {
             name: _folded(groups[name], layers[name] if name else layers, fed_NxBxLxP, stage)
@@ -151,8 +157,9 @@ def scan_layers(
         step = functools.partial(_step, stage, blocks, kept if takes else {})
         (x_BxLxD, last), load = jax.lax.scan(step, (x_BxLxD, {} if takes else kept), scanned)
         kept = last or kept
-        loads.append(jax.tree.map(lambda each: each.reshape(-1, each.shape[-1]), load))
-    if loads[0] is None:
+        if load is not None:
+            loads.append(jax.tree.map(lambda each: each.reshape(-1, each.shape[-1]), load))
+    if not loads:
         return x_BxLxD, None
     return x_BxLxD, jax.tree.map(lambda *each: jnp.concatenate(each), *loads)
 
@@ -182,15 +189,16 @@ def _step(
     """Computes one repetition of a stage; the load of its layers is [layers, E]."""
     x_BxLxD, kept = carry
     done = dict.fromkeys(stage.names, 0)
-    loads = []
+    loads: list[Load] = []
     for name in stage.names:
         place = done[name]
         layer = jax.tree.map(lambda each, place=place: each[place], scanned[name])
         x_BxLxD, own, load = blocks[name](x_BxLxD, layer, taken.get(name.removesuffix(_SHARED)))
         kept = kept if own is None else kept | {name: own}
-        loads.append(load)
+        if load is not None:
+            loads.append(load)
         done[name] += 1
-    if loads[0] is None:
+    if not loads:
         return (x_BxLxD, kept), None
     return (x_BxLxD, kept), jax.tree.map(lambda *each: jnp.stack(each), *loads)
 
