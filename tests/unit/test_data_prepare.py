@@ -354,6 +354,14 @@ def test_an_out_folder_among_the_sources_is_refused(tmp_path, tokenizer):
     assert "lies in the source" in refusal(texts, *given, texts, kind=ConfigError)
 
 
+def test_a_folder_of_rows_with_images_is_none_that_is_prepared(tmp_path):
+    np.savez(tmp_path / "train-000001.npz", input_ids=np.arange(3)[None])
+    refused = checked(tmp_path).exception
+    assert "rows with images" in refused.message
+    assert "processor" in refused.hint
+    assert "data prepare" not in refused.hint
+
+
 def test_a_copy_that_was_ended_midway_is_not_prepared(tmp_path, tokenizer):
     source = write_json(tmp_path / "a.jsonl", ["a"])
     given = [source, "--tokenizer", tokenizer, "--held-out", 0, "--out"]

@@ -55,6 +55,14 @@ def manifest_at(place: str, read: Read) -> TokenManifest:
         DataError: there is no manifest, or the file is not one.
     """
     if (data := found_at(read, MANIFEST)) is None:
+        folder = local_folder(place)
+        if folder is not None and any(folder.glob("*.npz")):
+            raise DataError(
+                f"{place!r} has rows with images (*.npz), which diloco data does not prepare: there"
+                f" is no {MANIFEST} to check them by",
+                hint="save what the model's processor gives (docs/models.md, Images), name the"
+                " folder in the task's option data, and check the run: diloco check RUN.toml",
+            )
         raise DataError(
             f"{place!r} has no {MANIFEST}: it is not prepared data, or not prepared to its end",
             hint="run diloco data prepare; one that was ended midway continues by the same command",
