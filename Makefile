@@ -90,20 +90,22 @@ SOME_EXTRAS = tests/integration/test_trainers.py tests/integration/test_ranks.py
 	tests/integration/test_keras.py -k "two_learners or fsdp or killed_learner"
 extras: .venv-extras/installed ## make .venv-extras, some gigabytes where torch's build has CUDA; TORCH="torch==..."
 
-.venv-extras/installed: $(STAMP) $(addprefix locks/,$(EXTRAS:=.lock) torch.lock trainers.lock keras.lock)
+.venv-extras/installed: $(STAMP) $(addprefix locks/,$(EXTRAS:=.lock) torch.lock trainers.lock keras.lock \
+		tunix.lock)
 	@$(PYTHON) -m venv .venv-extras
 	@$(EXTRAS_PIP) --require-hashes -r requirements.lock $(EXTRAS:%=-r locks/%.lock) \
 		$(if $(TORCH),,-r locks/torch.lock)
 	@$(if $(TORCH),$(EXTRAS_PIP) "$(TORCH)")
-	@$(EXTRAS_PIP) --require-hashes --no-deps -r locks/trainers.lock -r locks/keras.lock
+	@$(EXTRAS_PIP) --require-hashes --no-deps -r locks/trainers.lock -r locks/keras.lock \
+		-r locks/tunix.lock
 	@$(EXTRAS_PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-test-extras: extras ## test what needs torch, trainers, trackers, Keras or a notebook; SHORT=1 for some of it
+test-extras: extras ## test what needs torch, trainers, trackers, Keras, tunix or a notebook; SHORT=1 for some of it
 	@.venv-extras/bin/python -m pytest $(if $(SHORT),$(SOME_EXTRAS),tests/integration/test_torch.py \
 		tests/integration/test_trackers.py tests/integration/test_trainers.py \
 		tests/integration/test_ranks.py tests/integration/test_notebook.py \
-		tests/integration/test_keras.py) $(ARGS)
+		tests/integration/test_keras.py tests/integration/test_tunix.py) $(ARGS)
 
 # Servers of an environment of their own: moto speaks S3, Azurite (of npm) as Azure does.
 AZURITE = 3.37.0

@@ -17,18 +17,28 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 BASE = ROOT / "requirements.lock"
 EXTRAS = ("arrow", "cuda", "keras", "notebook", "tensorboard", "tokens", "torch", "tpu", "trainers",
-          "wandb")  # fmt: skip
+          "tunix", "wandb")  # fmt: skip
 # Of the releases: which extras runtime.lock has.
 RUNTIME = ("buckets",)
 # Programs for tests, each in an environment of its own: they need other versions than ours.
 APART = {"oracle": "transformers>=5.24\njinja2>=3\npeft>=0.18", "stores": "moto[s3,server]>=5"}
 # torch.lock has torch; or it is a build for this machine, as the Makefile says. TensorFlow is what
-# keras-hub asks for and, on the JAX backend, does not import.
-WITHOUT = "{} ; python_version < '3'"
-LEFT_OUT = {"keras": "tensorflow-text", "trainers": "torch"}
+# keras-hub asks for and, on the JAX backend, does not import; nor do tunix's models import its
+# data sets.
+WITHOUT = "{} ; python_version < '3'\n"
+LEFT_OUT = {
+    "keras": ("tensorflow-text",),
+    "trainers": ("torch",),
+    "tunix": ("datasets", "tensorflow-datasets"),
+}
 # The locks beside which an extra's is installed, in one environment; the oracle's transformers is
 # the version that trainers run with.
-BESIDE = {"keras": ("torch", "trainers"), "trainers": ("torch",), "oracle": ("trainers",)}
+BESIDE = {
+    "keras": ("torch", "trainers"),
+    "trainers": ("torch",),
+    "tunix": ("torch", "trainers", "keras"),
+    "oracle": ("trainers",),
+}
 OPTIONS = ("--universal", "--python-version", "3.11", "--fork-strategy", "fewest",
            "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--no-header",
            "--no-annotate")  # fmt: skip
@@ -48,7 +58,7 @@ def limits(extra: str) -> list[str]:
 def resolve(uv: str, extra: str, *options: str) -> str:
     """The entries that an extra adds, without those that are left out."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as override:
-        override.write(WITHOUT.format(LEFT_OUT[extra]) if extra in LEFT_OUT else "")
+        override.write("".join(map(WITHOUT.format, LEFT_OUT.get(extra, ()))))
         override.flush()
         done = subprocess.run(
             [uv, "pip", "compile", "pyproject.toml", "--quiet", "--extra", extra,

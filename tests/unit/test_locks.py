@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("arrow", "cuda", "keras", "notebook", "tensorboard", "tokens", "torch", "tpu", "trainers",
-          "wandb")  # fmt: skip
+          "tunix", "wandb")  # fmt: skip
 PIN = re.compile(r"^([a-zA-Z0-9._-]+)(?:\[[a-z0-9,-]+\])?==(\S+)", re.MULTILINE)
 
 
