@@ -17,7 +17,8 @@ from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.lora import LoraOptions, init_adapters, read_lora, with_adapters
 from tests.models import tiny
-from tests.models.cases import CASES, GEMMA3, LLAMA, QWEN3_MOE
+from tests.models.cases import CASES, GEMMA3, LLAMA, QWEN3_MOE, WHOLE
+from tests.models.weights import pictured
 
 BUILD = "diloco.models.decoders:build"
 LORA = {"rank": 4, "alpha": 6.0}
@@ -349,3 +350,30 @@ def test_all_matrices_of_every_decoder_have_names():
         beside = config.experts is None or config.experts.beside
         count = (7 if beside else 4) + (2 if config.fed_width else 0)
         assert len(read_lora(LoraOptions(**LORA), config).targets) == count
+
+
+@pytest.mark.long
+def test_adapters_are_trained_beside_a_frozen_vision_tower(tmp_path):
+    for name in ("model", "rows"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(WHOLE["gemma4-whole"]))
+    rows = {name: pictured(4, 2, 90, number) for number, name in enumerate(("train", "held_out"))}
+    for name, row in rows.items():
+        np.savez(tmp_path / "rows" / f"{name}-0.npz", **row)
+    images = {"row": 2, "patches": 28}
+    options = {"data": str(tmp_path / "rows"), "images": images, "length": 64, "batch": 1}
+    task = loaded(tmp_path, LORA | {"targets": ["q_proj"]}, fresh=True, **options)
+    variables, batch = variables_of(task), next(task.batches("a", 0))
+    assert set(variables.frozen) >= {"tower", "layers"}
+    assert list(variables.trained) == ["layers"]
+
+    @jax.jit
+    def gradient(trained, batch):
+        given = variables._replace(trained=trained)
+        return jax.grad(lambda one: task.loss(given._replace(trained=one), batch, None)[0])(trained)
+
+    found = gradient(variables.trained, batch)
+    other = gradient(variables.trained, batch._replace(patches=batch.patches * 0.5))
+    for name, leaf in tree.by_name(found).items():
+        assert np.abs(leaf).max() > 0, name
+        assert not np.array_equal(leaf, tree.by_name(other)[name])  # the images are seen
