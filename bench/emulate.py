@@ -26,7 +26,7 @@ import numpy as np
 from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.core import events, rounds
-from diloco.aggregator.core import weight_quorum_pace as formulas
+from diloco.aggregator.core import weights_and_discounts as formulas
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
 from diloco.aggregator.core.updates import UpdateId, update_id
 from diloco.aggregator.stop_and_end import NewestRecord, stop_reason
@@ -54,7 +54,7 @@ from diloco.learner.task import Batch, Params, Task, held_out_loss
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import copied
 from diloco.learner.tensors.inner_step import InnerStep, make_inner_step
-from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt import Replica
 from diloco.learner.tensors.send_and_adopt_kernels import vector_of
 from diloco.plan.virtual_time import Timeline, VirtualFragment
 

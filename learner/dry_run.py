@@ -28,7 +28,7 @@ from diloco.learner.island import Island
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.mesh import single
 from diloco.learner.tensors.placement import make_ownership
-from diloco.learner.tensors.replica import anchor_memory
+from diloco.learner.tensors.send_and_adopt import anchor_memory
 from diloco.learner.tensors.send_and_adopt_kernels import (
     Blocks,
     Codes,

@@ -23,7 +23,7 @@ from diloco.learner.tensors.mesh import (
     state_shardings,
     within,
 )
-from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt import Replica
 
 
 class Island:

@@ -16,7 +16,7 @@ from diloco.common.process.config import check_same_run, parse_settings
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError, SupersededError
 from diloco.common.storage.bus import Bus, jetstream
-from diloco.common.storage.share_allocation import Holding
+from diloco.common.storage.data_share_allocation import Holding
 from diloco.common.storage.tape import await_specification, has_ended
 from diloco.learner.background import Alone, Context
 from diloco.learner.core import sync
@@ -47,7 +47,7 @@ from diloco.learner.synchronizer import Meter, Planner, Synchronizer, never
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import CheckpointFolder
-from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt import Replica
 from diloco.learner.wire.checkpoint_save_and_restore import (
     CheckpointId,
     Restored,

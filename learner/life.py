@@ -44,7 +44,7 @@ from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import CheckpointFolder, copied
 from diloco.learner.tensors.mesh import open_groups
 from diloco.learner.tensors.placement import placed
-from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt import Replica
 from diloco.learner.wire.checkpoint_save_and_restore import (
     PatientFetch,
     Restored,

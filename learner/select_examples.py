@@ -8,7 +8,7 @@ Rules:
   1. An epoch is one permutation of the dataset, the same for all learners of a run, divided into
      `shares` parts by the remainder of an example's index in that permutation: parts do not
      overlap, whatever learners join, leave or lag. A share belongs to a learner by name, or to the
-     learner that claims it on the run's tape (`common/storage/share_allocation.py`).
+     learner that claims it on the run's tape (`common/storage/data_share_allocation.py`).
   2. A batch lies in one epoch. The examples of a share after its last whole batch are left out of
      that epoch; they are different ones in each epoch.
   3. A learner resumes behind all that it has sent (`learner/wire/resume_position.py`). So of one
@@ -27,7 +27,7 @@ import numpy as np
 
 from diloco.common.process.config import keep_off_accelerators
 from diloco.common.protocol.errors import TaskError
-from diloco.common.storage.share_allocation import Holding, Sizes
+from diloco.common.storage.data_share_allocation import Holding, Sizes
 from diloco.learner.task import PROBE, Batch, Holder
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from diloco.learner.core.events import (
 )
 from diloco.learner.core.handover import Arrived, Boundary, Decoded, Done, Outbox, Outgoing, Then
 from diloco.learner.task import Params
-from diloco.learner.tensors.replica import Delta, PendingView, Replica
+from diloco.learner.tensors.send_and_adopt import Delta, PendingView, Replica
 from diloco.learner.wire.checkpoint_save_and_restore import Saver, TrainingProgress
 
 # Weight of the newest step in the averages of loss, metrics and step time.

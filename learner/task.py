@@ -44,7 +44,7 @@ from diloco.common.protocol.wire import (
     SLICE_NAME,
     WHOLE,
 )
-from diloco.common.storage.share_allocation import Holding, Sizes
+from diloco.common.storage.data_share_allocation import Holding, Sizes
 
 Params = Any  # a pytree of arrays
 Batch = Any  # a pytree of numpy arrays on the host

@@ -1,6 +1,6 @@
 """The aggregator's core: what it decides, without IO, clock, randomness, threads or logging.
 
-weight_quorum_pace.py    formulas: weight, discount, quorum, pace, grace, moving averages
+weights_and_discounts.py    formulas: weight, discount, quorum, pace, grace, moving averages
 state.py                 the state of the machine of one fragment
 members.py               its learners, medians over them, and liveness from heartbeats
 updates.py               its waiting, merged and rejected updates

@@ -11,11 +11,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from diloco.aggregator.core import events
-from diloco.aggregator.core import weight_quorum_pace as formulas
+from diloco.aggregator.core import weights_and_discounts as formulas
 from diloco.aggregator.core.members import GREATEST, Member
 from diloco.aggregator.core.state import Allowance, Quarantine, State
 from diloco.aggregator.core.updates import RejectedUpdate, Resolved, UpdateCredit, UpdateId
-from diloco.aggregator.core.weight_quorum_pace import FragmentRules
+from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.process.config import BoundsSection
 from diloco.common.protocol import names, slices, wire
 from diloco.common.protocol.errors import WireError

@@ -18,7 +18,7 @@ from diloco.aggregator.core import events, machine, memory, rounds
 from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.state import State, Storing
 from diloco.aggregator.core.updates import RejectedUpdate, UpdateId
-from diloco.aggregator.core.weight_quorum_pace import FragmentRules
+from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.protocol import wire
 
 

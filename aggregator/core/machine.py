@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco.aggregator.core import admission, events, memory, rounds
-from diloco.aggregator.core import weight_quorum_pace as formulas
+from diloco.aggregator.core import weights_and_discounts as formulas
 from diloco.aggregator.core.events import Discard, Ignored, Merge, Result
 from diloco.aggregator.core.members import Member
 from diloco.aggregator.core.state import (
@@ -52,7 +52,7 @@ from diloco.aggregator.core.updates import (
     UpdateId,
     refuse,
 )
-from diloco.aggregator.core.weight_quorum_pace import FragmentRules
+from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import Reason
 

@@ -5,7 +5,7 @@ last version is made. So a slow store delays the version, and excludes no update
 """
 
 from diloco.aggregator.core import admission, memory
-from diloco.aggregator.core import weight_quorum_pace as formulas
+from diloco.aggregator.core import weights_and_discounts as formulas
 from diloco.aggregator.core.events import AskCut, Commit, Fetch, OpenRound, Result
 from diloco.aggregator.core.state import (
     Cut,
@@ -18,7 +18,7 @@ from diloco.aggregator.core.state import (
     with_round_of,
 )
 from diloco.aggregator.core.updates import RejectedUpdate, Resolved, WaitingUpdates, refuse
-from diloco.aggregator.core.weight_quorum_pace import FragmentRules
+from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.protocol.layout import next_step
 from diloco.common.protocol.reasons import Reason
 

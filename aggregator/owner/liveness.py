@@ -25,7 +25,12 @@ from diloco.common.process import metrics, release
 from diloco.common.process.tasks import first_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import SwapLostError, WireError
-from diloco.common.storage.share_allocation import EXPIRY, Holdings, declared_sizes, lost_batches
+from diloco.common.storage.data_share_allocation import (
+    EXPIRY,
+    Holdings,
+    declared_sizes,
+    lost_batches,
+)
 from diloco.common.storage.tape import (
     check_length,
     decode,

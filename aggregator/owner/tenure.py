@@ -13,7 +13,7 @@ from typing import NamedTuple
 from diloco.aggregator.arrays.fragment import Payload
 from diloco.aggregator.context import Context
 from diloco.aggregator.core import admission, events, machine, memory, rounds
-from diloco.aggregator.core import weight_quorum_pace as formulas
+from diloco.aggregator.core import weights_and_discounts as formulas
 from diloco.aggregator.core.events import (
     AskCut,
     Commit,
@@ -26,7 +26,7 @@ from diloco.aggregator.core.events import (
 )
 from diloco.aggregator.core.state import Quarantine
 from diloco.aggregator.core.updates import UpdateId, update_id
-from diloco.aggregator.core.weight_quorum_pace import FragmentRules
+from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.aggregator.owner.committer import Committer, Samples
 from diloco.aggregator.owner.download_and_verify import UpdateFetcher
 from diloco.aggregator.owner.quarantine_messages import quarantine

@@ -15,7 +15,7 @@ from typing import Any
 from diloco.aggregator.core import events, machine, memory, rounds
 from diloco.aggregator.core.events import Commit, Effect
 from diloco.aggregator.core.state import State
-from diloco.aggregator.core.weight_quorum_pace import FragmentRules
+from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.shards import shard_bytes, shard_ranges
 from diloco.common.protocol.slices import of_range

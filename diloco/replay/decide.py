@@ -9,7 +9,7 @@ from diloco.aggregator.core import events, rounds
 from diloco.aggregator.core.decisions import Decision, TapeEvent, decide_again
 from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.updates import Admitted
-from diloco.aggregator.core.weight_quorum_pace import FragmentRules, fragment_rules
+from diloco.aggregator.core.weights_and_discounts import FragmentRules, fragment_rules
 from diloco.aggregator.owner.tenure import event_of
 from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import names, wire

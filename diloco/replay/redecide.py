@@ -17,7 +17,7 @@ from diloco.aggregator.core.decisions import TapeEvent
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch
 from diloco.aggregator.core.state import State, awaiting
 from diloco.aggregator.core.updates import Resolved, UpdateId
-from diloco.aggregator.core.weight_quorum_pace import FragmentRules
+from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.protocol import wire
 
 

@@ -1,5 +1,7 @@
 """`diloco replay`: recomputes every version of a run, and compares digests bit for bit.
 
+`diloco/judge/remake_and_compare.py` makes and compares each version; this file walks the run.
+
 It begins at a version whose view and outer state are stored, and makes the following versions from
 their recorded inputs, with the code that made them. After a difference, or a gap, it continues at
 the next stored state. A file can hold the progress, from which a later call resumes.

@@ -22,7 +22,7 @@ from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
 from diloco.aggregator.arrays.outer import make_outer
 from diloco.aggregator.core import rounds
-from diloco.aggregator.core import weight_quorum_pace as formulas
+from diloco.aggregator.core import weights_and_discounts as formulas
 from diloco.aggregator.core.decisions import decide_again
 from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.updates import Admitted

@@ -2,7 +2,8 @@
 
 Rules of this file:
 - `step(rules, state, event) -> (state, effects)` is the whole interface; no IO, clock, randomness,
-  threads or logging, and no arrays: effects name what the training loop does to its tensors.
+  threads or logging, and no arrays: effects name what the training loop does to its tensors
+  (`learner/tensors/send_and_adopt.py`).
 - One update of a fragment is in flight at most. A record's mark of an incarnation is the highest
   seq that is resolved, merged or rejected. The first record whose mark reaches an update's seq
   resolves it; until then no other update of the fragment is sent, and its steps wait for the next.

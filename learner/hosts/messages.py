@@ -39,7 +39,7 @@ from diloco.common.protocol.errors import DilocoError, HostLostError, WireError,
 from diloco.common.protocol.reasons import Reason
 from diloco.common.protocol.wire import NestedRecord
 from diloco.common.storage.catchup import Change
-from diloco.common.storage.share_allocation import Holding
+from diloco.common.storage.data_share_allocation import Holding
 from diloco.learner.core.handover import Boundary
 from diloco.learner.wire.checkpoint_save_and_restore import CheckpointId
 

@@ -1,6 +1,6 @@
 """Kernels that send and adopt a fragment, with error feedback. Pure arrays, JAX.
 
-`replica.py` chooses among them for each version; `learner/core/sync.py` decides when.
+`send_and_adopt.py` chooses among them for each version; `learner/core/sync.py` decides when.
 
 Shapes: a piece (`common/protocol/layout.py`) is held as its blocks: float32 [*G, n, b], b the
 elements of a block. These are the blocks of the fragment's vector in their order, so that nothing

@@ -4,8 +4,8 @@ Rules:
 - The data's reader asks for the holding at a position. The next share is claimed as soon as that
   holding is begun, so that the reader waits for it only if the bus is unreachable for longer than
   a share lasts; such waiting counts as waiting for data.
-- A claim counts by its position on the tape (`common/storage/share_allocation.py`), so its effect
-  is known only once the claim is read back in order.
+- A claim counts by its position on the tape (`common/storage/data_share_allocation.py`), so its
+  effect is known only once the claim is read back in order.
 """
 
 import asyncio
@@ -22,7 +22,13 @@ from diloco.common.protocol.errors import (
     SubjectUntakenError,
     WireError,
 )
-from diloco.common.storage.share_allocation import Holding, Holdings, Sizes, declared_sizes, end_of
+from diloco.common.storage.data_share_allocation import (
+    Holding,
+    Holdings,
+    Sizes,
+    declared_sizes,
+    end_of,
+)
 from diloco.common.storage.tape import decode_as, publish_once
 from diloco.learner.background import Background, Context
 from diloco.learner.wire.incarnation import Joined, last_at_leader

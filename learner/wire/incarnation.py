@@ -20,7 +20,7 @@ from diloco.common.protocol.errors import (
     WireError,
 )
 from diloco.common.storage.bus import Bus
-from diloco.common.storage.share_allocation import EXPIRY
+from diloco.common.storage.data_share_allocation import EXPIRY
 from diloco.common.storage.tape import decode_as
 from diloco.learner.background import Context
 

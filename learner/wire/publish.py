@@ -26,7 +26,7 @@ from diloco.learner.core.events import (
     Send,
 )
 from diloco.learner.core.handover import Done, Outgoing, Post
-from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt import Replica
 from diloco.learner.wire.incarnation import Joined
 
 T = TypeVar("T")

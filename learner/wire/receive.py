@@ -39,7 +39,7 @@ from diloco.learner.core.events import (
     sync_rules,
 )
 from diloco.learner.core.handover import NOTHING, Decoded, Post
-from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt import Replica
 
 # Decoded versions may wait for as many bytes as views of the largest fragment: two, so that one is
 # fetched while another waits for its boundary.

@@ -4,7 +4,7 @@ import contextlib
 from typing import NamedTuple
 
 from diloco.common.storage.bus import Message
-from diloco.common.storage.share_allocation import lost_batches
+from diloco.common.storage.data_share_allocation import lost_batches
 from diloco.common.storage.tape import data_reached
 from diloco.learner.background import Context
 from diloco.learner.wire.incarnation import last_at_leader

@@ -24,7 +24,7 @@ from messages import BODIES, EXAMPLES, fields_of, json_like, messages
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core import admission
-from diloco.aggregator.core import weight_quorum_pace as formulas
+from diloco.aggregator.core import weights_and_discounts as formulas
 from diloco.aggregator.owner.tenure import decode_event
 from diloco.common.process.config import RunSettings, load_config, parse_settings, warnings
 from diloco.common.process.credentials import Credentials, load_credentials, render_credentials

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from diloco.aggregator.core import weight_quorum_pace as formulas
-from diloco.aggregator.core.weight_quorum_pace import fragment_rules
+from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core.weights_and_discounts import fragment_rules
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol.layout import Tensor, make_layout, offset_steps
 from diloco.learner.core import sync

@@ -24,7 +24,7 @@ from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import DilocoError, WireError
 from diloco.common.protocol.sequences import first_sequence
 from diloco.common.storage.bus import Message
-from diloco.common.storage.share_allocation import Holding
+from diloco.common.storage.data_share_allocation import Holding
 from diloco.common.storage.tape import decode, decode_as
 from diloco.common.storage.tape.positions import by_learner
 from diloco.learner.core.events import Ready

@@ -17,7 +17,7 @@ from simworld import World, ended
 
 from diloco.common.process.config import check_same_run, parse_settings
 from diloco.common.protocol.errors import ExpiredError, SupersededError
-from diloco.common.storage.share_allocation import Holding
+from diloco.common.storage.data_share_allocation import Holding
 from diloco.common.storage.tape import load_specification
 from diloco.learner.background import Alone
 from diloco.learner.background import Context as LearnerContext
@@ -175,7 +175,7 @@ class SimLearner:
         actor.starting = False
         views = [item.view for item in loaded]
         starts = tuple(start_at(item) for item in loaded)
-        replica = tensors.replica(self.index, world.settings.sync, world.layout, views)
+        replica = tensors.send_and_adopt(self.index, world.settings.sync, world.layout, views)
         found = self.disk.restore(actor, context) if self.disk is not None else None
         local_step, tokens = (found.local_step, found.tokens) if found else (0, 0)
         meter = Meter(self.name, context.traffic, local_step=local_step, earlier_tokens=tokens)

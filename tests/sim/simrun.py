@@ -31,7 +31,7 @@ from diloco.common.process.config import BusSection, GcSection
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ObjectMissingError
 from diloco.common.storage import checkpoint_files
-from diloco.common.storage.share_allocation import Sizes
+from diloco.common.storage.data_share_allocation import Sizes
 
 # Share of the time with faults, and how much longer than planned the rest may take.
 FAULTY = 0.75

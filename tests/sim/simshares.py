@@ -20,7 +20,7 @@ from simchain import UpdateId, hold
 from simtensors import Covers
 
 from diloco.common.protocol import wire
-from diloco.common.storage.share_allocation import EXPIRY, Holding, Sizes
+from diloco.common.storage.data_share_allocation import EXPIRY, Holding, Sizes
 from diloco.common.storage.tape import same_tape
 
 Batch = tuple[int, int]

@@ -31,7 +31,7 @@ from diloco.common.protocol import shards, slices, wire
 from diloco.common.protocol.codecs import Encoded, decode_numpy
 from diloco.common.protocol.layout import Layout
 from diloco.common.storage.store import ObjectStore
-from diloco.learner.tensors.replica import Delta, PendingView, Replica
+from diloco.learner.tensors.send_and_adopt import Delta, PendingView, Replica
 
 TOKENS = 100
 # The first values of each block of a light update: learner + 1, start, stop.
@@ -68,7 +68,7 @@ def _read_parts(store: ObjectStore, entries: Sequence[wire.Shard], block: int) -
 
 
 class LightReplica:
-    """Replaces `diloco.learner.tensors.replica.Replica`: keeps only which steps each update covers.
+    """Replaces `diloco.learner.tensors.send_and_adopt.Replica`: keeps only which steps each update covers.
 
     A fragment's next update covers the steps [start, position). Once the update in flight is
     answered, `start` is the position at which that update ended. A version that overwrites theta

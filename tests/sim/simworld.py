@@ -39,7 +39,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.common.storage import checkpoint_files
 from diloco.common.storage.bus import Message, subject_matches
-from diloco.common.storage.share_allocation import Sizes
+from diloco.common.storage.data_share_allocation import Sizes
 from diloco.common.storage.tape import place_on_tape
 from diloco.learner.background import Context as LearnerContext
 from diloco.operate.create import create_run

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "scenarios"))
 from machinelab import digest_of, lab_settings, record_of
 
 from diloco.aggregator.core import events
-from diloco.aggregator.core import weight_quorum_pace as formulas
+from diloco.aggregator.core import weights_and_discounts as formulas
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, OpenRound
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.layout import Tensor, make_layout

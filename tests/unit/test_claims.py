@@ -6,7 +6,7 @@ from test_incarnation import made
 
 from diloco.common.protocol import names, wire
 from diloco.common.storage.bus import MemoryBus
-from diloco.common.storage.share_allocation import Sizes
+from diloco.common.storage.data_share_allocation import Sizes
 from diloco.learner.background import Background
 from diloco.learner.wire.claims import Claims
 from diloco.learner.wire.incarnation import join

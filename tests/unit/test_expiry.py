@@ -15,7 +15,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.reasons import Reason
 from diloco.common.protocol.sequences import first_sequence
 from diloco.common.storage.bus import StreamLimits
-from diloco.common.storage.share_allocation import lost_batches
+from diloco.common.storage.data_share_allocation import lost_batches
 from diloco.common.storage.tape import data_reached
 
 

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from diloco.common.process.config import parse_settings
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import ConfigError
-from diloco.common.storage.share_allocation import Holding, Holdings, Sizes, declared_sizes, end_of
+from diloco.common.storage.data_share_allocation import (
+    Holding,
+    Holdings,
+    Sizes,
+    declared_sizes,
+    end_of,
+)
 from diloco.common.storage.tape import first_sequence
 
 SIZES = Sizes(3, 4)

@@ -14,7 +14,7 @@ from diloco.common.protocol.errors import (
     SwapLostError,
 )
 from diloco.common.storage.bus import MemoryBus, StreamLimits
-from diloco.common.storage.share_allocation import EXPIRY
+from diloco.common.storage.data_share_allocation import EXPIRY
 from diloco.learner.wire.incarnation import end_when_superseded, join
 from diloco.learner.wire.resume_position import place_after_join
 

@@ -17,7 +17,7 @@ from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.common.protocol.layout import Tensor, default_hint, make_layout
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.placement import shardings_of
-from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt import Replica
 from diloco.learner.tensors.send_and_adopt_kernels import vector_of
 from diloco.operate.create import check_storable
 

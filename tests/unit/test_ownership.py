@@ -18,7 +18,7 @@ from diloco.learner.tensors import tree
 from diloco.learner.tensors.mesh import make_mesh, param_shardings, within
 from diloco.learner.tensors.placement import Ownership, make_ownership
 from diloco.learner.tensors.quantize_and_pack import encode
-from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt import Replica
 from diloco.learner.tensors.send_and_adopt_kernels import make_kernels
 
 BLOCK = 16

@@ -21,7 +21,7 @@ from diloco.learner.core.events import (
     Send,
 )
 from diloco.learner.core.handover import Outgoing
-from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt import Replica
 from diloco.learner.wire.incarnation import join
 from diloco.learner.wire.publish import Publisher, Uploader
 

@@ -34,7 +34,7 @@ from diloco.learner.core.events import (
     Start,
 )
 from diloco.learner.core.handover import NOTHING, Decoded
-from diloco.learner.tensors.replica import Delta, PendingView, Replica
+from diloco.learner.tensors.send_and_adopt import Delta, PendingView, Replica
 from diloco.learner.wire.receive import WAITING_VIEWS, Receiver, VersionFetcher, start_at
 from diloco.learner.wire.receive import load as load_newest
 from diloco.operate.make_streams import make_streams

@@ -14,7 +14,7 @@ grain = pytest.importorskip("grain")
 
 from diloco import load_task  # noqa: E402
 from diloco.common.protocol.errors import TaskError  # noqa: E402
-from diloco.common.storage.share_allocation import Holding, Sizes  # noqa: E402
+from diloco.common.storage.data_share_allocation import Holding, Sizes  # noqa: E402
 from diloco.learner.select_examples import DRAWN_HERE, GrainData  # noqa: E402
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from pydantic import Field
 
 from diloco.common.protocol.errors import TaskError
-from diloco.common.storage.share_allocation import Sizes
+from diloco.common.storage.data_share_allocation import Sizes
 from diloco.learner.select_examples import GrainData, require_grain
 from diloco.learner.task import (
     AtLeastOne,

@@ -1,6 +1,7 @@
 """Repeats requests to Google that fail by a transient fault, with pauses, for a limited time.
 
 `faults.py` says which faults are transient; `uploads.py` and `bucket.py` make the requests.
+`common/process/retry.py` repeats whole operations, without end.
 """
 
 import functools

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.aggregator.core import admission
-from diloco.aggregator.core import weight_quorum_pace as formulas
+from diloco.aggregator.core import weights_and_discounts as formulas
 from diloco.aggregator.core.members import Member, Members
 from diloco.common.process.config import QuorumSection, StalenessSection, make_config
 from diloco.common.protocol import names, shards, slices, wire

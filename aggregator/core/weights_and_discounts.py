@@ -1,5 +1,6 @@
 """Formulas of the aggregator's rules, as pure functions: weight, discount, quorum, pace, grace.
 
+`rounds.py` decides with them when a round closes, `admission.py` what an update counts.
 No IO, clock, randomness or logging here; times are arguments, in seconds.
 """
 

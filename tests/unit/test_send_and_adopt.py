@@ -7,7 +7,7 @@ from diloco.common.process.config import SyncSection
 from diloco.common.protocol import shards
 from diloco.common.protocol.codecs import decode_numpy
 from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
-from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt import Replica
 
 SIZE = 32
 TENSORS = [Tensor(name=name, shape=(SIZE,), dtype="float32") for name in ("state", "w")]
