@@ -457,12 +457,12 @@ def test_a_model_family(tmp_path: Path) -> None:
     tree.edit(
         "diloco/models/decoders/model.py",
         (
-            "constrain(x_BxLxD + told_BxLxD, ROWS)\n    told_BxLxD",
-            "constrain(x_BxLxD + config.residual * told_BxLxD, ROWS)\n    told_BxLxD",
+            "constrain(x_BxLxD + output_BxLxD, ROWS)\n    output_BxLxD",
+            "constrain(x_BxLxD + config.residual * output_BxLxD, ROWS)\n    output_BxLxD",
         ),
         (
-            "constrain(x_BxLxD + told_BxLxD, ROWS)\n    if config.fed_width",
-            "constrain(x_BxLxD + config.residual * told_BxLxD, ROWS)\n    if config.fed_width",
+            "constrain(x_BxLxD + output_BxLxD, ROWS)\n    if config.fed_width",
+            "constrain(x_BxLxD + config.residual * output_BxLxD, ROWS)\n    if config.fed_width",
         ),
     )
     tree.script(
