@@ -167,6 +167,33 @@ def test_the_newest_are_kept(tmp_path):
     check_same(learner.restore(adam_state()).state, adam_state(40))
 
 
+class Counted(MemoryStore):
+    """Counts its objects after every change."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def put(self, name, data):
+        super().put(name, data)
+        self.counts.append(len(self.list("")))
+
+    def delete(self, name):
+        super().delete(name)
+        self.counts.append(len(self.list("")))
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_store_has_the_checkpoints_to_keep_at_every_moment(tmp_path, keep):
+    """A put that fails, or a crash between two steps, leaves a learner those that it had."""
+    store = Counted()
+    learner = Learner(tmp_path, store, checkpoint_keep=keep, checkpoint_upload=True)
+    for local_step in range(10, 10 * (keep + 3), 10):
+        learner.save(adam_state(local_step), local_step)
+    assert len(store.list("")) == keep
+    assert min(store.counts[keep - 1 :]) == keep
+
+
 def test_a_line_of_checkpoints_that_was_left_goes(tmp_path):
     """With the newest damaged a learner goes on from fewer steps; the damaged one is not kept."""
     learner = Learner(tmp_path, checkpoint_keep=2, checkpoint_upload=True)
@@ -441,6 +468,18 @@ def test_training_goes_on_when_a_checkpoint_cannot_be_written(tmp_path):
     saver.save(adam_state(), PROGRESS)
     saver.close()
     assert len(learner.logger.fields("checkpoint_failed")) == 1
+
+
+def test_the_health_check_speaks_of_checkpoints_only_while_they_fail(tmp_path):
+    learner = Learner(tmp_path)
+    saver = Saver(learner.context, learner.section, learner.folder, 7)
+    good = adam_state()
+    broken = good._replace(nu=PARAMS | {"kernel": PARAMS["kernel"].at[0, 0].set(jnp.nan)})
+    for state, fails in ((good, False), (broken, True), (broken, True), (good, False)):
+        saver.save(state, PROGRESS)
+        saver._running.result(timeout=60)
+        assert ("checkpoint" in learner.context.health.troubles) == fails
+    saver.close()
 
 
 # --- In the store

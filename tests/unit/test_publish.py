@@ -20,7 +20,7 @@ from diloco.learner.core.events import (
     Republish,
     Send,
 )
-from diloco.learner.core.handover import Outgoing
+from diloco.learner.core.handover import Done, Outgoing
 from diloco.learner.tensors.send_and_adopt import Replica
 from diloco.learner.wire.incarnation import join
 from diloco.learner.wire.publish import Publisher, Uploader
@@ -221,3 +221,18 @@ def test_an_update_is_announced_again_though_another_fragment_has_sent_since(run
     manifests = run_async(scenario())
     announced = [(manifest.fragment, manifest.attempt) for manifest in manifests]
     assert announced == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("fragments", [(), (0,), (1,), (0, 1)])
+def test_a_leave_says_which_fragments_it_ends(run_async, fragments):
+    """Without any it ends the life; one that names them leaves the life to the others."""
+
+    async def scenario():
+        bus = MemoryBus()
+        await bus.create_stream("diloco-r", names.tape_subjects("r"), StreamLimits())
+        await (await make_publisher(bus)).say(Done(8, fragments))
+        last = await bus.last("diloco-r", names.leave("r", "learner-0"))
+        return wire.decode(wire.Leave, last.payload)
+
+    said = run_async(scenario())
+    assert (said.position, said.fragments) == (8, fragments)

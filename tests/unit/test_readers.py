@@ -583,6 +583,26 @@ def test_a_paused_learner_fetches_no_more_than_a_jump_needs(run_async):
     run_async(scenario())
 
 
+def test_a_jump_over_the_record_that_merged_an_update_says_so(run_async):
+    """Another learner's version follows it, with a snapshot that the jump is to."""
+
+    async def scenario() -> None:
+        lab = await made(1, sections={"quorum": {"deadline_s": 0.05}})
+        followed = Followed(lab)
+        await followed.load()
+        async with lab.aggregating():
+            await lab.send("a")
+            await lab.join("b")
+            newest = await lab.send("b")
+        assert newest.version == SNAPSHOT_EVERY
+        assert "a" not in {taken.learner for taken in newest.inputs}
+        assert await followed.follow_to(lab, newest.version) == [(newest.version, PendingView)]
+        ((ready, _),) = followed.readies
+        assert (ready.resolved_seq, ready.merged_seq) == (2, 2)
+
+    run_async(scenario())
+
+
 def test_a_learner_that_is_a_little_behind_fetches_the_deltas(run_async):
     async def scenario() -> None:
         lab = await made(SNAPSHOT_EVERY)
@@ -660,6 +680,26 @@ def test_what_is_decoded_and_not_adopted_stays_within_its_bound(run_async):
 
 def held_bytes(payload: Decoded) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(payload.tensors))
+
+
+def test_objects_that_were_lost_take_no_room_from_later_versions(run_async):
+    async def scenario() -> None:
+        lab = await made(1)
+        held = HeldBus(lab.bus)
+        followed = Followed(lab, held)
+        await followed.load()
+        newest = 1
+        for _ in range(WAITING_VIEWS + 2):
+            await more(lab, SNAPSHOT_EVERY)
+            (lost,) = [one for one in await lab.records() if one.record.version == newest + 1]
+            held.until_seq = lost.record_seq
+            lab.remove([lost.record.delta])
+            newest += SNAPSHOT_EVERY
+            with capture_logs() as logs:
+                assert (await followed.follow_to(lab, newest))[-1] == (newest, PendingView)
+            assert [entry["event"] for entry in logs if entry["event"] == "reloading"]
+
+    run_async(scenario())
 
 
 def test_an_aggregator_begins_although_a_body_is_gone_that_nobody_needs(run_async, monkeypatch):
