@@ -65,6 +65,7 @@ class Learner:
         self.resolved = [0] * FRAGMENTS  # highest seq that a record on the tape has resolved
         self.adopted = [1] * FRAGMENTS  # record sequence
         self.let_go = [0] * FRAGMENTS  # by blends
+        self.covered = [0] * FRAGMENTS  # the newest update that is known to be on the tape
 
     def play(self, event) -> None:
         match event:
@@ -76,14 +77,17 @@ class Learner:
             case ("wait",):
                 self.step(Stepped(self.now_s, 0, steps=0))
             case "publish", index:
-                seq = len(self.sent[index])
-                self.step(Published(self.now_s, index, seq))
+                self.publish(index)
             case "record", index, version, resolves, stale, merges:
                 self.record(index, version, resolves, stale, merges)
             case "round", index, version:
                 self.step(RoundOpened(index, version))
             case "pass", seconds:
                 self.now_s += seconds
+
+    def publish(self, index) -> None:
+        self.covered[index] = len(self.sent[index])
+        self.step(Published(self.now_s, index, self.covered[index]))
 
     def record(self, index, version, resolves, stale, merges=False) -> None:
         merged = 0
@@ -129,7 +133,9 @@ class Learner:
                 case Adopt(ready, resolved, blended):
                     assert ready.record_seq > self.adopted[ready.fragment], "each record once"
                     self.adopted[ready.fragment] = ready.record_seq
-                    assert not resolved or ready.resolved_seq >= len(self.sent[ready.fragment])
+                    if resolved:
+                        assert ready.resolved_seq >= len(self.sent[ready.fragment])
+                        self.covered[ready.fragment] = len(self.sent[ready.fragment])
                     if blended:
                         assert resolved
                         assert self.rules.blend < 1
@@ -143,12 +149,18 @@ class Learner:
                     assert before.fragments[index].in_flight.announced_at_s > 0
 
     def check_accounts(self) -> None:
-        """Per fragment: stepped = sent + unsent, in steps and in tokens."""
+        """Per fragment: stepped = sent + unsent, in steps and in tokens.
+
+        Who leaves tells of the steps that no update on the tape covers.
+        """
+        told = sync.unsent(self.state)
         for index, state in enumerate(self.state.fragments):
             unsent = sync.unsent_of(self.state, state)
             steps = sum(sent.steps for sent in self.sent[index]) + unsent.steps
             tokens = sum(sent.tokens for sent in self.sent[index]) + unsent.tokens
             assert [steps, tokens] == self.stepped
+            on_tape = sum(sent.steps for sent in self.sent[index][: self.covered[index]])
+            assert told.get(index, 0) == self.stepped[0] - on_tape
 
     def finish(self, end) -> None:
         """Whatever has happened, stopping or leaving comes to its end."""
@@ -156,7 +168,7 @@ class Learner:
         for _ in range(4):
             self.step(Stepped(self.now_s, 0, steps=0))
             for index in range(FRAGMENTS):
-                self.step(Published(self.now_s, index, len(self.sent[index])))
+                self.publish(index)
                 self.record(index, version=True, resolves=True, stale=False)
         assert sync.flushed(self.state)
 
