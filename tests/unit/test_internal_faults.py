@@ -6,6 +6,7 @@ import pytest
 from runlab import Lab
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.leases import Everything
 from diloco.aggregator.owner import download_and_verify, tenure
 from diloco.common.protocol.errors import ObjectUnreadableError
 from diloco.common.protocol.reasons import is_offence
@@ -17,8 +18,8 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr(tenure, "BROKEN_PAUSE_S", 0.01)
 
 
-def play(script, prepare=lambda lab: None) -> Lab:
-    lab = Lab()
+def play(script, prepare=lambda lab: None, **lab_is) -> Lab:
+    lab = Lab(**lab_is)
 
     async def run() -> None:
         await lab.create()
@@ -135,3 +136,47 @@ def test_a_sum_that_breaks_is_made_again_without_the_one_that_breaks_it(monkeypa
     assert [(one.learner, one.reason) for r in records for one in r.rejected] == [
         ("liar", "internal")
     ]
+
+
+def test_an_addition_that_fails_once_costs_neither_its_sender_nor_the_aggregator(monkeypatch):
+    """As where memory is short for a moment, now and then; another aggregator might take over."""
+    refused, merged, failed = [], [], []
+    monkeypatch.setattr(Everything, "others_may_serve", lambda self, fragment: True)
+    monkeypatch.setattr(Everything, "refuse", lambda self, fragment: refused.append(fragment))
+    merge = FragmentArrays.merge
+
+    def short_once(self, payload, admitted):
+        merge(self, payload, admitted)
+        sent = admitted.manifest.learner, admitted.manifest.seq
+        if merged and sent not in (*merged, *failed):
+            failed.append(sent)
+            raise MemoryError
+        merged.append(sent)
+
+    monkeypatch.setattr(FragmentArrays, "merge", short_once)
+    rounds = 2 * tenure.BROKEN_MOST
+
+    async def script(lab):
+        async def is_merged() -> bool:
+            return bool(merged)
+
+        async def is_over() -> bool:
+            return bool(refused) or (await lab.newest())[0].version == version
+
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.join("b")
+            for version in range(1, rounds + 1):
+                merged.clear()
+                first, second = "ab" if version % 2 else "ba"
+                await lab.announce(lab.upload(first))
+                await lab.until(is_merged, "an addition")
+                await lab.announce(lab.upload(second))
+                await lab.until(is_over, "a version")
+                assert not refused
+
+    lab = play(script, sections={"quorum": {"deadline_s": 100.0}})
+    assert len(failed) == rounds
+    records = [item.record for item in asyncio.run(lab.records())]
+    assert not [one for record in records for one in record.rejected]
+    assert [len(record.inputs) for record in records if record.version] == [2] * rounds

@@ -179,6 +179,41 @@ def test_an_attempt_that_waited_once_is_no_silence_of_the_store(run_async):
     run_async(scenario())
 
 
+def test_who_was_cut_off_has_its_share_again_once_the_store_answers(run_async, monkeypatch):
+    monkeypatch.setattr(leases, "LOOK_S", 0.01)
+    holders = dict.fromkeys(range(4))
+
+    async def scenario():
+        lab = Lab(fragments=4)
+        await lab.create()
+        other, held = leases.Leases(lab.context, 60.0), leases.Leases(lab.context, 0.1)
+        await other.still_ours(0)
+        working = [asyncio.create_task(one) for one in (held._follow(), held._watch_store())]
+
+        async def has_its_share() -> bool:
+            members = held._members(leases._now_s())
+            return len(divide(held._life, members, holders, 4).acquire) == 2
+
+        async def has_none() -> bool:
+            return not divide(held._life, held._members(leases._now_s()), holders, 4).acquire
+
+        await lab.until(has_its_share, "a share")
+        monkeypatch.setattr(lab.store, "get_range", unavailable, raising=True)
+        with lab.context.runtime.retries.note("recovery") as fault:
+            fault(StoreUnavailableError("503"))
+            await lab.until(has_none, "no share")
+        monkeypatch.undo()
+        await lab.until(has_its_share, "a share again")
+        for one in working:
+            await cancel(one)
+
+    run_async(scenario())
+
+
+def unavailable(*_args):
+    raise StoreUnavailableError("503")
+
+
 def test_a_lease_whose_answer_was_lost_is_free_for_its_owner(run_async):
     async def scenario():
         lab = Lab(fragments=2)
