@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from runlab import Lab
+from structlog.testing import capture_logs
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.leases import Everything
@@ -175,7 +176,8 @@ def test_an_addition_that_fails_once_costs_neither_its_sender_nor_the_aggregator
                 await lab.until(is_over, "a version")
                 assert not refused
 
-    lab = play(script, sections={"quorum": {"deadline_s": 100.0}})
+    with capture_logs():
+        lab = play(script, sections={"quorum": {"min_learners": 2, "deadline_s": 100.0}})
     assert len(failed) == rounds
     records = [item.record for item in asyncio.run(lab.records())]
     assert not [one for record in records for one in record.rejected]
