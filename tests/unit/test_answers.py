@@ -2,10 +2,13 @@
 
 import pytest
 import structlog
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diloco.common.process import log
 from diloco.common.process.config import RunSettings
-from diloco.learner.background import Answers
+from diloco.common.process.health import Health
+from diloco.learner.background import TROUBLE, Answers
 
 SETTINGS = RunSettings(run={"name": "quick", "steps": 60}, sync={"interval_steps": 8})
 
@@ -39,3 +42,26 @@ def test_what_is_no_such_loop_is_told_nothing(updates):
 
 def test_the_interval_that_is_in_force_counts():
     assert not told([(0, 80)] * 5, changed=24)
+
+
+LONGEST_S = 60.0
+# Who announces again looks whether it was answered.
+happening = st.tuples(st.sampled_from(["announced", "again", "again", "heard"]), st.floats(1, 50))
+
+
+@given(st.lists(happening, max_size=40))
+def test_a_learner_says_that_no_record_follows_its_updates_for_longer_than_a_round(happenings):
+    answers, health, now_s = Answers(), Health(), 1000.0
+    first_s, troubled = None, False
+    for what, passes_s in happenings:
+        now_s += passes_s
+        if what == "heard":
+            answers.heard(health, log.get())
+            first_s, troubled = None, False
+        else:
+            answers.announced(now_s)
+            first_s = now_s if first_s is None else first_s
+        if what == "again":
+            answers.look(now_s, LONGEST_S, health, log.get())
+            troubled = troubled or now_s - first_s >= LONGEST_S
+        assert (TROUBLE in health.troubles) == troubled
