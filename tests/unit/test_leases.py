@@ -11,6 +11,8 @@ from structlog.testing import capture_logs
 
 from diloco.aggregator import leases
 from diloco.aggregator.core.fragment_division import AggregatorTerms, divide
+from diloco.aggregator.owner.owner import Owners
+from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import BusUnavailableError, StoreUnavailableError
@@ -353,5 +355,45 @@ def test_a_lease_that_is_heard_again_is_not_the_newest_again(run_async):
         await lab.until(repeated, "the lease once more")
         assert watching._seen[subject].lease.state == "done"
         await cancel(follower)
+
+    run_async(scenario())
+
+
+class TakenOver(leases.Everything):
+    """Leases that another aggregator has by the time that an owner asks for them."""
+
+    def __init__(self, context) -> None:
+        super().__init__(context)
+        self.said_done: list[int] = []
+
+    async def still_ours(self, _fragment: int) -> bool:
+        return False
+
+    async def done(self, fragment: int) -> None:
+        self.said_done.append(fragment)
+
+
+def test_a_fragment_that_was_lost_to_another_owner_is_not_done(run_async):
+    async def scenario():
+        lab = Lab()
+        await lab.create()
+        await lab.join("a")
+        async with lab.aggregating():
+            await lab.send_many("a", 2)
+        taken = TakenOver(lab.context)
+        owners = Owners(lab.context, taken)
+        owners.take(0)
+        (owner,) = owners.all()
+
+        async def serves() -> bool:
+            return owner.tenure is not None
+
+        async def has_ended() -> bool:
+            return owners._tasks[0].done()
+
+        await lab.until(serves, "an owner")
+        await roll_back(lab.context, await find_versions(lab.context, {0: 1}))
+        await lab.until(has_ended, "the end of an owner whose record was overtaken")
+        assert taken.said_done == []
 
     run_async(scenario())
