@@ -180,6 +180,28 @@ def test_the_merge_is_exact_over_all_that_is_legal(codec, many):
     assert factors.tobytes() == made.factors
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_discarded_sum_leaves_nothing_to_the_next(codec):
+    grid, rng = make_grid(LAYOUT.fragments[0], BLOCK, 64), np.random.default_rng(0)
+    ones = np.ones(len(grid.radial), ml_dtypes.bfloat16)
+    many = []
+    for _ in range(merge.MOST_WAITING[codec] + 1):
+        values = rng.normal(size=SIZE).astype(np.float32)
+        many.append([encode(codec, values[a:b], BLOCK) for a, b in grid.ranges])
+    fresh = merge.Accumulator(grid)
+    fresh.add(codec, many[0], ones)
+    expected = fresh.total().tobytes()
+    total = merge.Accumulator(grid)
+    for discarded in range(1, len(many) + 1):
+        for parts in many[:discarded]:
+            total.add(codec, parts, ones)
+        total.reset()
+        assert total.inputs == 0
+        total.add(codec, many[0], ones)
+        assert total.total().tobytes() == expected
+        total.reset()
+
+
 def test_a_unit_is_the_first_weights_own_and_rises_when_a_later_one_is_far_heavier():
     assert merge.unit_after(None, 240000.0) == 17
     assert merge.unit_after(None, 0.75) == -1
