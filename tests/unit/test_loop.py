@@ -19,7 +19,7 @@ from diloco.learner.core.handover import Arrived, Outgoing
 from diloco.learner.library import Learner
 from diloco.learner.life import Life
 from diloco.learner.synchronizer import Meter, Planner, Synchronizer
-from diloco.learner.tensors.replica import Replica
+from diloco.learner.tensors.send_and_adopt import Replica
 from diloco.learner.wire.checkpoint_save_and_restore import Saver, open_folder, restore
 
 NAMES = ("w", "v")
