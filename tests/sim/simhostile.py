@@ -207,7 +207,7 @@ class Liar:
         world, context = self._world, self._context
         self._seqs[fragment] += 1
         position = next(self._positions)
-        replica = world.tensors.send_and_adopt(
+        replica = world.tensors.replica(
             LIAR_INDEX, world.settings.sync, world.layout, [None] * len(self._seqs)
         )
         replica.begin(position - 1)

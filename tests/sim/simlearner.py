@@ -175,7 +175,7 @@ class SimLearner:
         actor.starting = False
         views = [item.view for item in loaded]
         starts = tuple(start_at(item) for item in loaded)
-        replica = tensors.send_and_adopt(self.index, world.settings.sync, world.layout, views)
+        replica = tensors.replica(self.index, world.settings.sync, world.layout, views)
         found = self.disk.restore(actor, context) if self.disk is not None else None
         local_step, tokens = (found.local_step, found.tokens) if found else (0, 0)
         meter = Meter(self.name, context.traffic, local_step=local_step, earlier_tokens=tokens)
