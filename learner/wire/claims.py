@@ -18,10 +18,13 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     AccessDeniedError,
     DilocoError,
+    NewTapeError,
     RunMismatchError,
     SubjectUntakenError,
     WireError,
 )
+from diloco.common.protocol.sequences import same_tape
+from diloco.common.storage.bus import stream_went_back
 from diloco.common.storage.data_share_allocation import (
     Holding,
     Holdings,
@@ -167,7 +170,7 @@ class Claims(GrantedShares):
     async def _hold(self, sizes: Sizes) -> None:
         """Claims the share at the position that is read, and the next one; never returns."""
         learner, granted = self._context.learner, 0
-        await self._say(sizes, "begin", self._position)
+        self._check_tape(await self._say(sizes, "begin", self._position))
         self._check(sizes)
         while True:
             held = self._holdings.of(learner)
@@ -185,6 +188,25 @@ class Claims(GrantedShares):
             else:
                 self._moved.clear()
                 await self._moved.wait()
+
+    def _check_tape(self, seq: int) -> None:
+        """Refuses a tape without this life's join: no claim of such a life ever counts.
+
+        Args:
+            seq: the sequence of this life's first claim.
+
+        Raises:
+            NewTapeError: the run was resumed on another tape.
+            BusError: the server lost the join, with other messages.
+        """
+        context, joined_seq = self._context, self._life.incarnation
+        if not same_tape(joined_seq, seq):
+            raise NewTapeError(
+                f"run {context.run!r} was resumed on a new tape, and this process joined before",
+                hint="start this process again",
+            )
+        if seq <= joined_seq:
+            raise stream_went_back(context.tape, joined_seq + 1, seq)
 
     def _check(self, sizes: Sizes) -> None:
         """Refuses sizes other than the run's.
@@ -233,8 +255,8 @@ class Claims(GrantedShares):
 
     async def _say(
         self, sizes: Sizes, what: What, position: int, share: int = 0, first: int = 0
-    ) -> None:
-        """Publishes a claim, and waits until it is read back."""
+    ) -> int:
+        """Publishes a claim, waits until it is read back, and returns its sequence."""
         context, life = self._context, self._life
         word = wire.Claim(
             run=context.run,
@@ -255,3 +277,4 @@ class Claims(GrantedShares):
         while self._seq < seq:
             self._moved.clear()
             await self._moved.wait()
+        return seq

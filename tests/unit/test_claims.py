@@ -2,14 +2,17 @@
 
 import asyncio
 
+import pytest
 from test_incarnation import made
 
 from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import BusError, NewTapeError
+from diloco.common.protocol.sequences import first_sequence
 from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.data_share_allocation import Sizes
 from diloco.learner.background import Background
 from diloco.learner.wire.claims import Claims
-from diloco.learner.wire.incarnation import join
+from diloco.learner.wire.incarnation import Joined, join
 from diloco.learner.wire.resume_position import ResumePosition
 
 SIZES = Sizes(3, 4)
@@ -57,5 +60,35 @@ def test_who_loses_a_share_to_a_faster_learner_claims_another_one(run_async):
         assert own[0] == of_rival.share
         assert own[1] == holding.share != of_rival.share
         assert end - holding.position == SIZES.batches
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("joined_seq", "error", "says"),
+    [
+        (99, BusError, "sequence 99 was seen earlier"),
+        (first_sequence(1) + 7, NewTapeError, "resumed on a new tape"),
+    ],
+    ids=["the server lost its end", "another tape"],
+)
+def test_a_life_whose_join_is_not_on_the_tape_claims_nothing(run_async, joined_seq, error, says):
+    """No claim of such a life counts, so its claims would have no end."""
+
+    async def scenario():
+        bus = MemoryBus()
+        context = await made(bus)
+        background = Background(asyncio.get_running_loop())
+        claims = Claims(
+            context, lambda: False, Joined(joined_seq, frozenset()), ResumePosition(0, (0, 0)),
+            background=background, told=lambda *_: None,
+        )  # fmt: skip
+        claims.divide(SIZES)
+        with pytest.raises(error, match=says):
+            await asyncio.wait_for(asyncio.to_thread(claims.at, 0), PATIENCE_S)
+        await asyncio.to_thread(background.close)
+        log = bus.broker.stream("diloco-r").log.values()
+        said = [wire.decode(wire.Claim, m.payload).what for m in log if ".claim." in m.subject]
+        assert said == ["begin"]
 
     run_async(scenario())
