@@ -17,8 +17,12 @@ from typing import Any
 ACTOR: ContextVar[Any] = ContextVar("actor", default=None)
 
 
+# Turns in one instant after which nothing is taken to let time pass any more.
+MOST_TURNS = 100_000
+
+
 class StuckError(Exception):
-    """No callback is scheduled, and the awaited result has not come."""
+    """Nothing is scheduled, or time stands still, and the awaited result has not come."""
 
 
 class _Handle(list[Any]):
@@ -47,6 +51,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready: deque[_Handle] = deque()
         self._timers: list[tuple[float, int, _Handle]] = []
         self._timer_count = 0
+        self._turns = 0
         self._frozen: dict[Any, list[_Handle]] = {}
         self._failure: BaseException | None = None
 
@@ -125,7 +130,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def drain(self) -> None:
         """Cancel all tasks and let them end, without advancing the clock."""
-        self._failure = None
+        self._failure, self._turns = None, 0
         for actor in list(self._frozen):
             self.thaw(actor)
         events._set_running_loop(self)
@@ -141,8 +146,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _turn(self) -> None:
         ready, frozen = self._ready, self._frozen
+        self._turns += 1
         if not ready:
             self._jump()
+        elif self._turns > MOST_TURNS:
+            raise StuckError(f"{MOST_TURNS} turns at {self.now_s:.3f} s")
         for _ in range(len(ready)):
             handle = ready.popleft()
             callback, args, context, _when_s = handle
@@ -157,9 +165,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def _jump(self) -> None:
         timers, ready = self._timers, self._ready
+        self._turns = 0
         while not ready:
             if not timers:
-                raise StuckError
+                raise StuckError("nothing is scheduled")
             when_s, _, handle = heapq.heappop(timers)
             if handle.cancelled():
                 continue

@@ -209,8 +209,10 @@ class World:
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
         try:
             return self.loop.run_until_complete(asyncio.wait_for(scenario(), limit_s))
-        except (TimeoutError, StuckError) as error:
+        except TimeoutError as error:
             raise Violation("ends", "run", f"not within {limit_s:.0f} s") from error
+        except StuckError as error:
+            raise Violation("ends", "run", str(error)) from error
         finally:
             for actor in list(self.actors):
                 actor.kill()

@@ -1,9 +1,11 @@
 """Clocks that somebody sets forward or back, by minutes or hours: the run keeps its pace."""
 
 import asyncio
+import itertools
 from itertools import pairwise
 
 import pytest
+from simchain import Violation
 from simlearner import SimLearner
 from simtensors import Light
 from test_run_in_virtual_time import finished, make_world, run_fleet
@@ -13,6 +15,15 @@ from diloco.common.protocol import names
 STEPS_S = (-7200.0, -300.0, 300.0, 7200.0)
 # The machines with a clock.
 MACHINES = ("aggregator", "learner-0", "learner-1", "learner-2")
+
+
+def test_a_world_in_which_time_stands_still_is_a_violation():
+    async def spin():
+        for _ in itertools.count():
+            await asyncio.sleep(0)
+
+    with pytest.raises(Violation, match="turns at 0"):
+        make_world().run(spin)
 
 
 def run(world, prepare):
