@@ -49,7 +49,12 @@ class Member:
 
     @classmethod
     def of(cls, like: Params, **rest: Any) -> Self:
-        """Returns a member with parameters like `like`, a tree of arrays or shapes."""
+        """Returns a member whose parameters have the shapes and shardings of `like`.
+
+        Args:
+            like: a tree of arrays or shapes.
+            rest: the member's other attributes.
+        """
         tree.tensors_of(like)  # raises for a leaf that is no array
         return cls(like=jax.tree.map(_shape, like), shardings=shardings_of(like), **rest)
 

@@ -135,7 +135,11 @@ class Made(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Event: the time, sent before a tape message that comes long after the last event."""
+    """Event: the present time, without anything that happened.
+
+    The machine gets it before a tape message that comes more than `machine.TICK_S` seconds after
+    the previous event.
+    """
 
     at_s: float
 

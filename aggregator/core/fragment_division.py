@@ -32,7 +32,12 @@ class AggregatorTerms(NamedTuple):
 
 
 class OwnershipDivision(NamedTuple):
-    """The fragments that an aggregator acquires, in order of its preference, and releases."""
+    """What one aggregator does to its ownership of fragments now.
+
+    Attributes:
+        acquire: free fragments that it takes; first the one that it tries first.
+        release: fragments of its own that it gives up, ascending.
+    """
 
     acquire: tuple[int, ...]
     release: tuple[int, ...]

@@ -31,7 +31,10 @@ _FATAL = ("Fatal Python error", "Segmentation fault", "terminate called")
 
 
 def level_of(line: str) -> str:
-    """Returns the log level that a line names; "info" if it names none."""
+    """Returns the log level for a library's line.
+
+    It is "error" for a crash and for Google's mark F, "warning" for W and E, and else "info".
+    """
     if line.startswith(_FATAL):
         return "error"
     mark = _MARK.match(line)

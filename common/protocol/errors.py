@@ -210,7 +210,7 @@ class StoreSlowError(StoreUnavailableError):
 
 
 class StoreMissingError(StoreUnavailableError):
-    """The store's folder does not exist: it is not mounted, or no run was created in it."""
+    """The store's folder does not exist, or is empty: not mounted, or no run was created in it."""
 
 
 class ObjectMissingError(StoreError):

@@ -1,4 +1,6 @@
-"""Findings on a run's health from the whole tape and the objects, beside `run/findings.py`.
+"""Findings on a run's health that need its whole tape or its objects.
+
+Findings that follow from a `RunStatus` and the run's settings are in `run/findings.py`.
 
 Functions from facts to findings; `doctor.py` reads the facts. Each finding that needs action names
 its runbook.

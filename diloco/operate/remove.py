@@ -37,7 +37,10 @@ class Belongings:
     places: tuple[str, str]
 
     def sentences(self) -> list[str]:
-        """Returns sentences that list the belongings."""
+        """Returns lines for the operator: whether the run has ended, and what it has.
+
+        They name each stream and the number of objects, with sizes and places.
+        """
         bus, store = self.places
         size = sum(info.size_bytes for info in self.objects)
         state = "has ended" if self.ended else "has NOT ended"

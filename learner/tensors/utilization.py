@@ -68,7 +68,15 @@ def _of_kind(table: Mapping[str, T], kind: str) -> T | None:
 
 
 def full_tokens_per_s(devices: Iterable[Any], per_token: float | None) -> float:
-    """Returns the tokens a second at the peak of all `devices`; 0 if unknown."""
+    """Returns the tokens a second that `devices` would train together at their peak FLOP/s.
+
+    Args:
+        devices: JAX's devices.
+        per_token: FLOPs of training on one token; None: unknown.
+
+    Returns:
+        tokens a second; 0.0 if `per_token` or the peak of a device is unknown, or without devices.
+    """
     peaks = [peak_flops(device.device_kind) for device in devices]
     if per_token is None or not peaks or None in peaks:
         return 0.0

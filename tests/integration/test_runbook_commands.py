@@ -79,6 +79,7 @@ def test_the_commands_of_the_runbooks_run(
     replaced = {
         "RUN": str(world.config_path),
         "FILE": str(world.config_path),
+        "OTHER": str(world.config_path),
         "WHAT": "0@2",
         "DIR": str(tmp_path / "auth"),
         "NAME": "learner-0",

@@ -59,6 +59,7 @@ def test_the_page_leads_to_the_culprit(case, page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     places = {
         "RUN": str(folder / "run.bundle"), "BUNDLE": str(tmp_path / "again.bundle"),
+        "OTHER": str(folder / "run.bundle"),
         "MODEL": str(tmp_path / "model"), "2h": "3",
     }  # fmt: skip
     steps = reading(page)

@@ -105,12 +105,14 @@ class Join(Body):
 
 
 class Leave(Body):
-    """A learner ends a life on purpose: no message of this incarnation follows.
+    """A learner's life ends, if `fragments` is empty: no message of this incarnation follows.
+
+    If `fragments` is not empty, the life continues, and only its updates of these fragments end:
+    the run has stopped, and all were sent.
+
+    An aggregator publishes it (`by`) to end the life of a learner that was silent for too long.
 
     A leave of a life that a newer join has superseded shows that two processes had one name.
-
-    With `fragments` the life goes on, but sends no more updates of these fragments: it had none
-    unsent when the run stopped.
     """
 
     kind: ClassVar[str] = "leave"

@@ -24,7 +24,7 @@ def open_store(url: str, *, emulator: bool = False, create: bool = False) -> Obj
     Raises:
         ConfigError: this release does not know the URL's scheme, or `emulator` contradicts the
             environment.
-        StoreMissingError: there is no such folder.
+        StoreMissingError: there is no such folder, or it is empty: it may not be mounted.
         StoreError: the folder cannot be used, or there are no credentials.
     """
     scheme, separator, _ = url.partition("://")

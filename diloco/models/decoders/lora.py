@@ -171,9 +171,10 @@ def init_adapters(config: DecoderConfig, lora: Lora, key: jax.Array) -> Params:
 
 
 def base_dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
-    """Returns the dtypes of frozen tensors: `dtype`, or float32 for norms and gains of experts.
+    """Returns the dtype in which each frozen tensor is held, by the tensor's name.
 
-    This changes no result, as products round the others to `dtype` anyway.
+    It is float32 for norms and for the gains of experts, and `dtype` for all others. To hold the
+    others in `dtype` changes no result: they are rounded to `dtype` before each product anyway.
     """
     wide = ("norm", "router_gain")
     return {n: jnp.dtype(jnp.float32 if n.endswith(wide) else dtype) for n in table(config)}

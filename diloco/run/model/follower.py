@@ -163,7 +163,10 @@ class Follower:
         )
 
     async def advance(self) -> Advance | None:
-        """Waits for the next change; None once no more follow.
+        """Waits for versions to hand out, moves their fragments' views, and returns the change.
+
+        Returns None once the run has ended or `FollowRules.stay_at` is reached, and all changes
+        were handed out.
 
         Raises:
             NewTapeError: the run was resumed on a new tape.
