@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from machinelab import lab_rules, make_manifest
+from records import make_record
 
 from diloco.common.protocol import wire
 from diloco.judge.oracle.data import Data
@@ -69,3 +70,25 @@ def test_it_knows_which_version_has_the_update_before(merged, most):
     sent = SimpleNamespace(seq=1, position=48, base_version=3, merged_version=merged)
     after = update(1, 2, 24, 72).model_copy(update={"base_version": 4})
     assert data._bounds(after, sent, None) == (48, most)
+
+
+def answer(update, seq):
+    """A verdict that rejects an update, announced at `seq`."""
+    rejected = wire.Rejected(
+        learner="a", incarnation=update.incarnation, seq=update.seq, stream_seq=seq,
+        tokens=update.tokens, steps=update.steps, reason="shards", detail="unreadable",
+    )  # fmt: skip
+    return make_record(what="verdict", rejected=(rejected,), position=seq + 1)
+
+
+def test_an_update_behind_a_later_one_has_one_answer():
+    """A hostile learner's: aggregators ignore the later one, which is not next."""
+    data = Data(SPECIFICATION, {})
+    first, second, third = (update(4, seq, 1, seq) for seq in (1, 2, 3))
+    for seq, body in ((4, join()), (5, first), (6, third), (8, second)):
+        [*data.take(body, seq)]
+        if body is third:
+            assert [*data.resolve(answer(first, 5), 7, followed=True)] == []
+    assert [*data.resolve(answer(second, 8), 9, followed=True)] == []
+    [again] = data.resolve(answer(second, 8), 10, followed=True)
+    assert (again.rule, again.found) == ("once", "answered")

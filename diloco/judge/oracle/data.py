@@ -158,7 +158,12 @@ class Data:
         life = _Life(manifest.learner, manifest.incarnation, manifest.fragment)
         sent, learner = self._sent[life], self._learners[manifest.learner]
         if manifest.seq <= sent.seq:
-            return  # Announced again.
+            # Announced again, or behind a later one: aggregators ignore updates that are not next.
+            if sent.answered < manifest.seq and manifest.seq not in sent.unanswered:
+                sent.unanswered[manifest.seq] = Unanswered(
+                    seq, manifest.tokens, due=False, shut_out=life.learner in self._shut_out
+                )
+            return
         if learner.incarnation < manifest.incarnation < self._whole_from:
             learner.join(manifest.incarnation)  # Its join is trimmed.
         if manifest.incarnation == learner.incarnation:
