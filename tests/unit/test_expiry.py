@@ -15,7 +15,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.protocol.reasons import Reason
 from diloco.common.protocol.sequences import first_sequence
 from diloco.common.storage.bus import StreamLimits
-from diloco.common.storage.data_share_allocation import lost_batches
+from diloco.common.storage.data_share_allocation import EXPIRY, lost_batches
 from diloco.common.storage.tape import data_reached
 
 
@@ -225,5 +225,35 @@ def test_the_lives_of_a_tape_that_came_in_its_place_are_not_an_aggregators_to_en
         assert await expire_by(replace(lab.context, epoch=lab.context.epoch + 1)) == 0
         # On its own tape: join, leave and end.
         assert await expire_by(lab.context) == 3
+
+    run_async(scenario())
+
+
+def test_a_life_that_an_aggregator_has_begun_to_end_is_left_to_it_until_it_has_died(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        context = replace(lab.context, share_expiry_s=2.0)
+        for share, learner in enumerate(("a", "b")):
+            await lab.join(learner)
+            await claim(lab, learner, "begin")
+            await claim(lab, learner, "claim", share)
+        # An aggregator has died between its join, in b's name, and the end.
+        word = wire.Join(run=RUN, learner="b", layout=context.layout.digest, host="aggregator x")
+        await lab.bus.publish(names.join(RUN, "b"), wire.encode(word), msg_id=f"{EXPIRY}1")
+        hearing = Hearing(0.0)
+        for now_s in range(700):
+            hearing.beat("c", 1, float(now_s), 2.0)
+        watching = [asyncio.ensure_future(Expiry(context, hearing).watch()) for _ in range(3)]
+
+        async def ended() -> bool:
+            return all([len(await claims(lab, learner)) == 3 for learner in ("a", "b")])
+
+        await lab.until(ended, "both lives are ended")
+        assert len(await lab.on_tape(names.join(RUN, "a"))) == 2
+        log = lab.bus.broker.stream(context.tape).log
+        _, begun, taken_up = (log[seq] for seq in await lab.on_tape(names.join(RUN, "b")))
+        assert taken_up.time_s - begun.time_s >= context.share_expiry_s
+        await cancel(*watching)
 
     run_async(scenario())
