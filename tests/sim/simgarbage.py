@@ -4,7 +4,7 @@ The checker notes each fragment's records as they are stored. Against them it ch
 that is about to be deleted and every subject that is about to be trimmed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -94,6 +94,7 @@ class GarbageChecker:
         self._hold = hold
         self._sent = sent
         self.needs: Mapping[int, Needs] = {fragment: Needs() for fragment in range(fragments)}
+        self._older: frozenset[str] = frozenset()
         self.deleted = 0
         self.trimmed = 0
 
@@ -102,8 +103,10 @@ class GarbageChecker:
         for fragment, version in enumerate(checkpoint.versions):
             self.needs[fragment].pinned.append((checkpoint.name, version))
 
-    def begin_epoch(self, file: wire.CheckpointFile) -> None:
-        """Begin anew, since a new tape begins with a checkpoint."""
+    def begin_epoch(self, file: wire.CheckpointFile, stored: Iterable[str]) -> None:
+        """Begin anew, since a new tape begins with a checkpoint, and the store has these objects."""
+        # None of the new tape's records will name those that its checkpoint does not need.
+        self._older = frozenset(stored)
         pinned = [(file.name, record.version) for record in file.records]
         self.needs = {f: Needs(pinned=[one]) for f, one in enumerate(pinned)}
 
@@ -133,7 +136,8 @@ class GarbageChecker:
 
     def _check_made(self, about: str, needs: Needs, name: str, made: names.VersionObject) -> None:
         newest, floor = needs.made[-1].version, needs.floor(self._replay_s)
-        self._hold(made.version <= newest, "garbage", about, f"{name} is not committed yet")
+        known = made.version <= newest or name in self._older
+        self._hold(known, "garbage", about, f"{name} is not committed yet")
         state, delta = needs.states.get(name), needs.deltas.get(name)
         free = state is None or state < floor.version
         self._hold(free, "garbage", about, f"{name} is needed from {floor} on")

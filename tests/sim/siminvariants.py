@@ -91,7 +91,7 @@ class Checkers:
         for before, chain, record in zip(lost, self.chains, file.records, strict=True):
             known = before.digests.items()
             chain.digests = {version: pair for version, pair in known if version <= record.version}
-        self.garbage.begin_epoch(file)
+        self.garbage.begin_epoch(file, world.store.names())
 
     def _batches(self, earlier: Mapping[str, int]) -> Batches:
         world = self._world

@@ -1,7 +1,7 @@
 """The simulation's object store, and each actor's faulty client of it."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 from diloco.common.protocol.errors import (
@@ -92,6 +92,10 @@ class SimStore(MemoryStore):
         if names is None:
             return super().list(prefix)
         return [ObjectInfo(name, len(self._objects[name])) for name in sorted(names)]
+
+    def names(self) -> Collection[str]:
+        """Returns the names of all objects."""
+        return self._objects.keys()
 
     def __contains__(self, name: str) -> bool:
         return name in self._objects
