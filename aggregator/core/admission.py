@@ -256,8 +256,8 @@ def offenders(
     rules: FragmentRules, state: State, resolved: Resolved[RejectedUpdate]
 ) -> tuple[Quarantine, ...]:
     """Returns the learners to quarantine after a record with the `resolved` rejections."""
-    # Offences are rejected less merged updates: an honest learner with a rare fault is never shut
-    # out, and a learner that only offends soon is.
+    # An offence adds 1 to the count, and a merged update takes 1 off, down to 0: an honest learner
+    # with a rare fault is never shut out, and a learner that only offends soon is.
     limit = rules.bounds.quarantine_offences
     found = {}
     for refused in resolved:
@@ -266,8 +266,8 @@ def offenders(
         if limit and member and member.offences >= limit and learner not in state.quarantined:
             found[learner] = Quarantine(
                 learner,
-                f"{member.offences} more updates of fragment {rules.fragment} rejected than "
-                f"merged, the last one for {refused.reason!r}: {refused.detail}"[:1000],
+                f"its count of offences in fragment {rules.fragment} is {member.offences}, the "
+                f"last rejection is for {refused.reason!r}: {refused.detail}"[:1000],
             )
     return tuple(found.values())
 

@@ -54,7 +54,8 @@ class Member(NamedTuple):
     norm: float = 0.0
     # Rounds in a row, up to `PATIENCE`, that merged updates, but none of this learner.
     missed: int = 0
-    # Updates rejected as offences, less merged updates; at least 0.
+    # +1 for each update rejected as an offence, -1 for each merged update, never below 0; a release
+    # sets it to 0.
     offences: int = 0
 
 

@@ -197,7 +197,7 @@ class LearnerStatus:
         reasons: rejected updates by reason; `less`: merged updates that count for less than they
             claim, by limit: "steps" without the time for them, "weight" or "norm" far above the
             others'.
-        offences: its greatest number of offences in any fragment (`bounds.quarantine_offences`).
+        offences: its greatest count of offences in any fragment (`bounds.quarantine_offences`).
         staleness: mean staleness of its last updates, in versions; None before any was merged.
         wait: wait of those updates, from announcement to version.
         delay: delay of its last updates, by its heartbeat, from the step that sent one to the step

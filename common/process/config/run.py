@@ -337,8 +337,8 @@ class BoundsSection(Section):
     )
     quarantine_offences: Annotated[int, Field(ge=0)] = Field(
         default=16,
-        description="a learner is quarantined once its offences exceed its merged updates by this"
-        " many, in one fragment; 0: never",
+        description="a learner is quarantined when its count in one fragment reaches this: +1 for"
+        " an offence, -1 for a merged update, never below 0, 0 at a release; 0: never quarantined",
     )
 
     def of(self, learner: str) -> LearnerBounds:

@@ -237,7 +237,8 @@ class MemberState(NestedRecord):
     weight: float = Field(description="moving average of its updates' weights")
     heard_at_s: float = Field(description="when its last update, or its first join, was stored")
     offences: Count = Field(
-        description="updates rejected as offences, less merged updates; at least 0"
+        description="+1 for each update rejected as an offence, -1 for each merged update, never"
+        " below 0; a release sets it to 0"
     )
     tokens_per_step: Measure = Field(
         description="moving average of tokens per step of its manifests; 0: unknown"
