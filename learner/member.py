@@ -21,14 +21,16 @@ NAMED = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A training loop as a member of a run: its parameters, and its properties.
+    """A training loop as a member of a run: its parameters' shapes and shardings, its properties.
 
     Attributes:
-        learner: its name.
-        like: shapes of its leaves; `shardings` are the loop's shardings of them, by name.
-        anchor: where views are kept.
-        tokens_per_step: tokens of all hosts together.
-        hint: the hint of the tensors; None: the run's layout decides instead.
+        learner: the learner's name.
+        like: the tree of the loop's parameters, with a shape and dtype for each array.
+        shardings: the loop's sharding of each of these arrays, by the tensor's name.
+        anchor: memory that holds the adopted views: "device" or "host" (`sync.anchor`).
+        tokens_per_step: tokens of one inner step, of all hosts together.
+        hint: (tensor's name, shape) -> `TensorHint`, as in `Task`, from which the layout is made
+            and compared with the run's; None: the run's layout is taken as it is.
         warm_up: compiles the loop's programs; its argument makes copies of the parameters that it
             may donate.
         flops_per_token: as in `Task`.

@@ -461,7 +461,12 @@ def make_input(admitted: Admitted, coefficients: bytes, unit: int) -> wire.Input
 
 
 def unmergeable(record: wire.Record, what: str) -> IntegrityError:
-    """Returns the error for a recorded version that cannot be made again."""
+    """Returns the error for a version that cannot be recomputed from its record and its inputs.
+
+    Args:
+        record: the version's record.
+        what: why it cannot be recomputed, for people.
+    """
     return IntegrityError(
         f"fragment {record.fragment} version {record.version} cannot be recomputed: {what}",
         hint="runbooks/digest-mismatch.md",

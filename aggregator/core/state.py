@@ -71,10 +71,15 @@ class Quarantine(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The end of a round: updates announced by then belong to it, later ones do not.
+    """The end of a round: updates up to a sequence of the stream belong to it, later ones do not.
 
-    `reason`: why the round ends; `final`: no round follows. `stream_seq`: sequence of the
-    last update according to the stream's leader, known since `known_at_s` (0: not answered yet).
+    When the round's time is up, the owner asks the stream's leader for that sequence (`AskCut`).
+
+    Attributes:
+        reason: why the round ends.
+        final: True if no round follows.
+        stream_seq: the leader's answer: the sequence of the fragment's last update; 0: none.
+        known_at_s: when the answer came, by the owner's clock; 0: it has not come yet.
     """
 
     reason: str

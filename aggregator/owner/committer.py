@@ -412,7 +412,10 @@ def count_record(counted: Metrics, before: wire.Record, record: wire.Record) -> 
 
 
 def count_waits(counted: Metrics, merged: Iterable[Admitted], committed_at_s: float) -> None:
-    """Observes how long each merged update waited for its record, by the owner's clock."""
+    """Observes the time from each merged update's announcement to its commit, by the owner's clock.
+
+    The announcement counts from when the owner received it.
+    """
     for one in merged:
         waited_s = max(0.0, committed_at_s - one.announced_at_s)
         counted.observe(metrics.WAIT, waited_s, one.manifest.learner)

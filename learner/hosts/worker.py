@@ -46,10 +46,12 @@ class HostLink:
     Args:
         loop: the event loop.
         reader, writer: the streams of the connection.
-        lost: is called, on the loop, if host 0 is gone, with the reason; the process may now hang.
+        lost: called on the event loop, with the error, when host 0 has ended with an error or the
+            connection has broken: the training thread may then hang in a collective with host 0.
 
     Attributes:
-        requests: `Prepare`, `Granted` and `Drop`, in order, for the event loop.
+        requests: the `Prepare`, `Granted` and `Drop` messages that came, in order; the event loop
+            carries them out while the training thread trains.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class HostLink:
         self._loop.call_soon_threadsafe(self._writer.write, frame(message))
 
     def receive(self, kind: type[M]) -> M:
-        """Waits for host 0's next message, apart from those that `requests` has, and returns it.
+        """Waits for host 0's next message, other than those of `requests`, and returns it.
 
         Raises:
             HostLostError: host 0 is gone.

@@ -325,21 +325,25 @@ class PartFolder:
         self._keep = keep
 
     def numbers(self) -> list[int]:
-        """Works as `Folder.numbers`."""
+        """Returns the numbers of this host's parts, newest first, as `Folder.numbers` does."""
         found = [path.stem for path in self._path.glob("*.safetensors")]
         return sorted((int(stem) for stem in found if stem.isdecimal()), reverse=True)
 
     def facts(self, number: int) -> Facts:
-        """Works as `Folder.facts`."""
+        """Returns the metadata of checkpoint `number`, as `Folder.facts` does."""
         return self._read(number).facts
 
     def arrays(self, number: int, facts: Facts) -> Arrays:
-        """Works as `Folder.arrays`."""
+        """Returns the arrays of checkpoint `number`, as `Folder.arrays` does."""
         del facts
         return self._read(number).arrays
 
     def write(self, checkpoint: HostCheckpoint) -> int:
-        """Works as `Folder.write`."""
+        """Writes the next checkpoint and returns its number, as `Folder.write` does.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written.
+        """
         with _refused():
             there = self.numbers()
             number = max(there, default=0) + 1

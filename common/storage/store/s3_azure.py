@@ -273,7 +273,10 @@ class BucketStore(ObjectStore):
             return self._span(name, first, (0, first.meta["size"]), deadline)
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """Implements `ObjectStore.get_range`; all bytes are of the same object."""
+        """Implements `ObjectStore.get_range`.
+
+        All bytes are of one generation of the object, even if it is replaced meanwhile.
+        """
         check_object_name(name)
         check_range(name, start, stop)
         with our_errors("read", self._place, name):

@@ -2,9 +2,11 @@
 
     merged = v + sum of w c (e - v) / sum of w,   c = min(1, clip_radius r / |e - v|)^2
 
-in each segment. v: the previous round's merged gradient; e: an update times discount and clip; r:
-the lower median of |e - v| over the learners of the last round that had three. Until there was such
-a round: merged = r sum of w e / |e| / sum of w, r the median of the round itself, v = 0.
+in each segment of a fragment's tensors. The sums are over the round's updates. w: an update's
+weight; e: its values times its discount and clip; v: the previous round's merged gradient; |x|: the
+Euclidean norm of the segment's elements. r, the radius: the lower median of |e - v| over learners,
+in the last round that merged updates of three learners or more. Until there was such a round v = 0
+and merged = r sum of w e / |e| / sum of w, where r is the lower median of |e| in the round itself.
 """
 
 import math
@@ -19,7 +21,7 @@ from diloco.common.protocol import wire
 
 Doubles = npt.NDArray[np.float64]
 Vector = npt.NDArray[np.float32]
-# Relative errors of lengths computed in float32, and of shares of weight in bfloat16.
+# Relative errors of norms computed in float32, and of shares of weight in bfloat16.
 ERROR, SHARE_ERROR = 1e-4, 2.0**-8
 LEARNERS = 3
 
@@ -27,11 +29,13 @@ LEARNERS = 3
 class Centered:
     """A round of a fragment that is merged by centered clipping.
 
+    N is the number of the fragment's elements, S that of its segments; v and r as above.
+
     Args:
         center: v, float32 [N].
-        radius: r, float32 [S].
+        radius: r, float32 [S]; 0: no round had updates of three learners yet.
         times: `outer.clip_radius`.
-        lengths: returns the length of each segment of a vector.
+        lengths: vector [N] -> the Euclidean norm of each of its segments, [S].
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Runs work in a process of its own, whose end frees the memory of all that it loads.
+"""Runs functions and objects of a user's task in another process.
 
-A user's task loads JAX and more, some 170 MiB, and its first evaluation another 50. The doctor and
-the report need it briefly, while they themselves read a tape of any length.
+A task loads JAX and more, some 170 MiB, and its first evaluation takes another 50. A command such
+as the doctor needs the task briefly, and itself reads a tape of any length. The end of the other
+process frees the task's memory.
 """
 
 import contextlib

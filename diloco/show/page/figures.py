@@ -253,7 +253,10 @@ def _tokens(shown: Shown, table: Columns) -> Column:
 
 
 def traffic(shown: Shown) -> list[Panel]:
-    """Returns a panel of bytes a second, up and down."""
+    """Returns a panel of bytes a second: learners' updates, and versions that learners read.
+
+    Each version counts once for each learner that was live when it was made.
+    """
     series, edges_s, rounds_of = shown.series, shown.edges(), shown.series.rounds
     if not len(series.updates):
         return []

@@ -133,7 +133,10 @@ class GcsStore(ObjectStore):
         )
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """Implements `ObjectStore.get_range`; all bytes are of the same object."""
+        """Implements `ObjectStore.get_range`.
+
+        All bytes are of one generation of the object, even if it is replaced meanwhile.
+        """
         check_object_name(name)
         check_range(name, start, stop)
         with self._bucket.errors("read", name, "storage.objects.get"):
