@@ -12,8 +12,20 @@ from pathlib import Path
 from audit import read_tape
 from harness import ROOT, Process, World
 
-# 60 and 61 were seen; up to three more come and go, as what runs beside the path has its turn.
-MOST_FILES = 63
+BY_CLOCK_OR_FAULT = {
+    "aggregator/compare_and_swap.py",
+    "aggregator/core/fragment_division.py",
+    "aggregator/core/garbage.py",
+    "aggregator/leases.py",
+    "aggregator/owner/garbage_collector.py",
+    "aggregator/owner/liveness.py",
+    "common/process/health.py",
+    "common/process/retry.py",
+    "common/protocol/errors.py",
+}
+
+# Seen in each of several runs.
+MOST_FILES = 55
 
 
 def files_of(world: World, process: Process) -> set[str]:
@@ -43,4 +55,5 @@ def test_an_update_and_its_version_pass_through_few_files(new_world):
     merged(4)
     owner, learner = (files_of(world, process) for process in traced)
     world.stop()
-    assert len(owner | learner) <= MOST_FILES, sorted(owner | learner)
+    path = (owner | learner) - BY_CLOCK_OR_FAULT
+    assert len(path) <= MOST_FILES, sorted(path)
