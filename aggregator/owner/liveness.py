@@ -116,8 +116,8 @@ class Expiry:
         self._hearing = hearing
         self._holdings = Holdings(declared_sizes(context.settings))
         self._moved = asyncio.Event()
-        # By learner: the join by which an aggregator has begun to end its life, and when we saw it.
-        self._begun: dict[str, tuple[int, float]] = {}
+        # By learner: the newest join by an aggregator, and when this process saw it first.
+        self._seen: dict[str, tuple[int, float]] = {}
 
     async def watch(self) -> None:
         """Runs for ever; ends the life of each holder silent for `aggregator.share_expiry_s`."""
@@ -154,8 +154,11 @@ class Expiry:
             return
         if not same_tape(newest.seq, first_sequence(context.epoch)):
             return  # A new tape has replaced ours, and its lives are not ours to end.
-        if newest.msg_id.startswith(EXPIRY) and not self._stays_begun(learner, newest.seq):
-            return  # Another aggregator was first, and is about to finish.
+        if (
+            newest.msg_id.startswith(EXPIRY)
+            and self._seen_for_s(learner, newest.seq) < context.share_expiry_s
+        ):
+            return  # Another aggregator was first and is about to finish, unless it has died.
         # Before the life is ended: the store may be away.
         earlier = await earlier_positions(context)
         host = f"aggregator {context.name}"
@@ -203,14 +206,14 @@ class Expiry:
             self._moved.clear()
             await self._moved.wait()
 
-    def _stays_begun(self, learner: str, joined: int) -> bool:
-        """True if an aggregator has begun to end a life for long: it has died meanwhile."""
+    def _seen_for_s(self, learner: str, joined: int) -> float:
+        """Returns the seconds since this process first saw the join at sequence `joined`."""
         now_s = asyncio.get_running_loop().time()
-        seen, since_s = self._begun.get(learner, (0, now_s))
+        seen, since_s = self._seen.get(learner, (0, 0.0))
         if seen != joined:
             since_s = now_s
-        self._begun[learner] = joined, since_s
-        return now_s - since_s >= self._context.share_expiry_s
+            self._seen[learner] = joined, since_s
+        return now_s - since_s
 
     async def _publish(self, subject: str, body: wire.Body) -> None:
         bus, payload = self._context.bus, wire.encode(body)
