@@ -76,6 +76,7 @@ def tried(config: Config, learner: str, steps: int) -> Trial:
         layout = tree.task_layout(task, settings.sync)
         _describe(trial, task, layout)
         _check_mesh(task, layout, hardware.mesh, learner)
+        _open_first_parameters(trial, task)
     except DilocoError as error:
         trial.refuse(error)
     if trial.refused:
@@ -101,6 +102,24 @@ def _check_mesh(task: Task, layout: Layout, section: MeshSection, learner: str) 
     mesh = abstract_mesh(section)
     param_shardings(task, layout, task.shapes, mesh)
     rows_of_batch(mesh, next(task.batches(learner, 0)))
+
+
+def _open_first_parameters(trial: Trial, task: Task) -> None:
+    """Opens the files of version 0 as `diloco run create` would, without reading any values.
+
+    A folder without tensors is no error: learners need none of them.
+
+    Raises:
+        ConfigError: a file is damaged, or a tensor is missing, twice or of another shape.
+    """
+    try:
+        folder = None if task.files is None else task.files.first
+    except TaskError as error:
+        trial.warned.append(f"{error.message}: learners need none, diloco run create does")
+        return
+    if task.files is not None and folder is not None:
+        there = task.files.read(folder)
+        trial.facts.append(("first parameters", f"{len(there)} tensors of {str(folder)!r}"))
 
 
 def _step_bytes(task: Task) -> int:
@@ -136,12 +155,11 @@ def _describe(trial: Trial, task: Task, layout: Layout) -> None:
 def _train(trial: Trial, task: Task, learner: str, seed: int, steps: int) -> None:
     """Takes a few steps, and evaluates on held-out data."""
     try:
-        params = jax.jit(task.init)(jax.random.key(seed))
-        outcomes = list(_steps(trial, task, params, learner, steps))
+        outcomes = list(_steps(trial, task, _first_parameters(task, seed), learner, steps))
         _judge(trial, task, outcomes)
         _compare_learners(trial, task, learner)
         # The steps donated the first parameters.
-        said = scores(task.evaluate(jax.jit(task.init)(jax.random.key(seed))))
+        said = scores(task.evaluate(_first_parameters(task, seed)))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
         trial.refuse(error)
         return
@@ -153,6 +171,13 @@ def _train(trial: Trial, task: Task, learner: str, seed: int, steps: int) -> Non
     wrong = [name for name, value in said.figures.items() if not math.isfinite(value)]
     if wrong:
         trial.warned.append(f"Task.evaluate gives no finite {', '.join(wrong)}")
+
+
+def _first_parameters(task: Task, seed: int) -> Params:
+    """Returns the result of `Task.init`, with the frozen leaves that a learner would load."""
+    params = jax.jit(task.init)(jax.random.key(seed))
+    loaded = {name: np.asarray(leaf) for name, leaf in tree.loaded_frozen(task).items()}
+    return tree.from_names(params, tree.by_name(params) | jax.device_put(loaded))
 
 
 def _steps(

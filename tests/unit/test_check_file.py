@@ -6,10 +6,12 @@ import sys
 import numpy as np
 import pytest
 import tomli_w
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from diloco.common.protocol.errors import ConfigError
 from diloco.program import app
+from tests.models.tiny import write_tiny
 
 TASKS = """
 import dataclasses
@@ -201,3 +203,85 @@ def test_a_model_that_does_not_fit_here_is_not_tried(check_mixture):
 def test_a_mesh_that_does_not_fit_the_model_is_refused(check_mixture, mesh, said):
     done = check_mixture(mesh)
     assert (done.exit_code, said in " ".join(done.output.split())) == (1, True), done.output
+
+
+def lose_a_file(folder):
+    (folder / "model-00001-of-00007.safetensors").unlink()
+
+
+def lose_a_tensor(folder):
+    change_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
+
+
+def turn_a_tensor(folder):
+    def turn(tensors):
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].T.copy()
+
+    change_tensors(folder, turn)
+
+
+def cut_short(folder):
+    path = folder / "model-00001-of-00007.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def change_tensors(folder, change):
+    """Put all tensors into one file, changed."""
+    parts = sorted(folder.glob("*.safetensors"))
+    tensors = {name: values for path in parts for name, values in load_file(path).items()}
+    for path in [*parts, folder / "model.safetensors.index.json"]:
+        path.unlink()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.fixture
+def check_checkpoint(tmp_path):
+    """A small checkpoint and its tokens; returns the outcome of checking a run that begins with it."""
+    options = write_tiny(tmp_path, ["train", "held_out"], 4_000)
+
+    def run(change, **more):
+        change(tmp_path / "model")
+        options.update({"length": 32, "batch": 2, "learning_rate": 1e-3} | more)
+        document = {
+            "run": {"name": "r", "steps": 100}, "store": {"url": "unused"},
+            "task": {"build": "diloco.models.decoders:build", "options": options},
+        }  # fmt: skip
+        (tmp_path / "run.toml").write_text(tomli_w.dumps(document))
+        done = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml"), "--steps", "2"])
+        return done, " ".join(done.output.split())
+
+    return run
+
+
+FAULTS = [
+    (lose_a_file, "lacks model-00001-of-00007.safetensors, which its index names"),
+    (lose_a_tensor, "lacks 1 tensor(s) that its config.json asks for: model.norm.weight"),
+    (turn_a_tensor, "model.embed_tokens.weight is of shape [32, 96], but config.json makes it"),
+    (cut_short, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize("more", [{}, {"lora": {"rank": 2}}], ids=["all", "adapters"])
+@pytest.mark.parametrize(("change", "said"), FAULTS)
+def test_a_checkpoint_that_is_not_whole_is_refused_by_name(check_checkpoint, change, said, more):
+    done, words = check_checkpoint(change, **more)
+    assert (done.exit_code, said in words) == (1, True), done.output
+    assert "would take it" not in words
+
+
+def test_a_whole_checkpoint_is_taken(check_checkpoint):
+    done, words = check_checkpoint(lambda folder: None)
+    assert done.exit_code == 0, done.output
+    assert "tensors of" in words
+    assert "a learner would take it" in words
+
+
+def test_a_learner_needs_no_tensors_of_the_first_version(check_checkpoint):
+    def only_config(folder):
+        for path in folder.glob("*.safetensors*"):
+            path.unlink()
+
+    done, words = check_checkpoint(only_config)
+    assert done.exit_code == 0, done.output
+    assert "learners need none, diloco run create does" in words
