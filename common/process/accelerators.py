@@ -32,9 +32,10 @@ class Accelerators:
     """The machine's accelerators of one kind.
 
     Attributes:
-        names: in the form of the variable that makes them visible to a process.
-        memory_bytes: memory of each; 0 if unknown.
-        usable: True if JAX, as it is installed here, can use them.
+        names: index of each accelerator, as text, in the form that CUDA_VISIBLE_DEVICES or
+            TPU_VISIBLE_CHIPS takes.
+        memory_bytes: memory of the smallest accelerator; 0 if unknown, as for TPU chips.
+        usable: True if the installed JAX has a plugin for this kind of accelerator.
     """
 
     kind: Kind
@@ -48,15 +49,17 @@ class Accelerators:
         return "GPU" if self.kind == "cuda" else "TPU chip"
 
     def count(self, number: int) -> str:
-        """Returns a number of these accelerators in words, such as "2 GPUs"."""
+        """Returns `number` with the noun of this kind, such as "2 GPUs"."""
         return f"{number} {self.noun}{'' if number == 1 else 's'}"
 
 
 def find_accelerators(root: Path = Path("/")) -> Accelerators | None:
-    """Returns the accelerators that processes of this machine may use; None if there are none.
+    """Returns the accelerators that this process may use; None if there are none.
+
+    On a machine with TPU chips, GPUs are ignored.
 
     Args:
-        root: root of the file system.
+        root: root folder of the file system that has /sys and /dev.
     """
     chips = _allowed(_tpu_chips(root), "TPU_VISIBLE_CHIPS")
     if chips:
@@ -100,7 +103,7 @@ def _allowed(names: tuple[str, ...], variable: str) -> tuple[str, ...]:
 
 
 def _gpus(root: Path) -> dict[str, int]:
-    """Returns the NVIDIA GPUs that may be used, by index, with their memory in bytes."""
+    """Returns index -> memory in bytes (0: unknown) of each NVIDIA GPU that may be used."""
     asked = _ask_driver()
     if not asked:
         indices = (path.name.removeprefix("nvidia") for path in (root / "dev").glob("nvidia[0-9]*"))
@@ -114,7 +117,10 @@ def _gpus(root: Path) -> dict[str, int]:
 
 
 def _ask_driver() -> list[tuple[str, str, int]]:
-    """Returns index, UUID and bytes of memory of each GPU that the driver reports."""
+    """Returns (index, UUID, memory in bytes) of each GPU that `nvidia-smi` reports.
+
+    Returns [] if `nvidia-smi` is not installed or fails.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

@@ -9,7 +9,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @cache
 def available() -> int:
-    """Returns the number of cores that this process is bound to, or its control group's share."""
+    """Returns the cores of this process's CPU affinity, or its control group's quota if lower."""
     return max(1, min(_bound(), _granted(CGROUP)))
 
 
@@ -20,9 +20,10 @@ def _bound() -> int:
 
 
 def _granted(cgroup: Path) -> int:
-    """Returns a control group's quota in cores, rounded up; a very large number if it has none.
+    """Returns a control group's CPU quota in cores, rounded up; 65536 if it has no quota.
 
-    The quota's file is read at the root of the mounted hierarchy, where a container sees it.
+    The quota is read from the file `cpu.max` in the folder `cgroup`. In a container, the root of
+    the mounted hierarchy shows the container's own control group.
     """
     unlimited = 1 << 16
     try:

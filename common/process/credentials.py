@@ -6,9 +6,10 @@
     seed = "SU..."
 
 The client's other settings follow from the role. Each identity except the operator has a NATS
-account of its own, in which the JetStream API has another prefix; and each has its own inbox, so
-that nobody can listen to another's answers. The consumers of a learner or a reader have names that
-its permissions list one by one, so their number is limited, and revoking the identity removes them
+account of its own, in which the JetStream API has another prefix. Each identity also has its own
+inbox (the subjects of answers to its requests), so that no identity can read another's answers.
+The permissions of a learner or a reader list the names of its consumers one by one, so the number
+of consumers is limited, and revoking the identity removes them
 (docs/adr/0087-consumers-by-name.md).
 """
 
@@ -41,7 +42,13 @@ _NO_TOKEN = re.compile("[^a-z]")
 
 
 class Credentials(BaseModel):
-    """One identity in one run; `seed` is secret. At most `processes` may be connected at once."""
+    """The contents of a credentials file: one identity in one run.
+
+    Attributes:
+        identity: name of the learner, aggregator, reader or operator.
+        seed: the secret seed of the identity's NATS key.
+        processes: the number of a reader's processes that may be connected at once.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -62,14 +69,15 @@ class Credentials(BaseModel):
         return OWN_API if self.role == "operator" else SHARED_API
 
     def consumer_names(self, subjects: Sequence[str]) -> tuple[str, ...]:
-        """Returns the names that a consumer of these subjects may have; () if any is allowed."""
+        """Returns the names that a consumer of `subjects` may have; () if any name is allowed."""
         return consumer_names(self.role, self.identity, subjects, self.processes)
 
     @property
     def direct_reads(self) -> bool:
-        """True if requests for a subject's last message name the subject in their own subject.
+        """True if the client reads a subject's last message by JetStream's direct-get subjects.
 
-        Only then can the server restrict what a learner reads.
+        The subject of a direct-get request contains the subject that is read, so the server can
+        restrict what a learner reads.
         """
         return self.role == "learner"
 
@@ -87,11 +95,11 @@ def consumers_prefix(role: Role, identity: str) -> str:
 def consumer_names(
     role: Role, identity: str, subjects: Sequence[str], processes: int = PROCESSES
 ) -> tuple[str, ...]:
-    """Returns the names that a consumer of these subjects may have; () if any name is allowed.
+    """Returns the names that a consumer of `subjects` may have; () if any name is allowed.
 
-    A learner has two names for each kind of subject: one to follow the subject, and one to read it
-    again. A reader's credentials serve several `processes`. An aggregator may use any name, as the
-    number of its consumers depends on the run.
+    A learner has two names for each kind of subject (record, settings, ...): one to follow the
+    subject, and one to read it again. A reader has 12 names, and one more for each of `processes`.
+    An aggregator may use any name, as the number of its consumers depends on the run.
     """
     prefix = consumers_prefix(role, identity)
     match role:

@@ -1,14 +1,14 @@
 """The liveness and readiness of a daemon, for /livez and /readyz and for systemd.
 
-*Live*: the main loop has turned within a time longer than any of its work takes, or has not begun
-yet, as a start may take long. A daemon that is not live needs a restart. *Ready*: the daemon does
-its work; if not, `why` has sentences. A daemon that waits for NATS or the store is live and ready,
-as it needs no help to continue.
+*Live*: the main loop has begun an iteration (a *turn*) within a time limit that no turn of a
+working daemon exceeds, or has not begun its first turn yet, as a start may take long. A daemon that
+is not live needs a restart. *Ready*: the daemon does its work; if not, sentences say why. A daemon
+that waits for NATS or the store is live and ready, as it needs no help to continue.
 
-systemd gets READY=1 once the daemon works, STATUS with what it does, and WATCHDOG=1. During the
-start a thread reports its phase and asks for more time as long as the start progresses; a start
-that hangs asks no more, and systemd ends it. Afterwards the watchdog is notified as long as the
-main loop turns; when it does not, systemd restarts the daemon. In a process that systemd did not
+systemd gets READY=1 once the daemon works, STATUS with the daemon's state, and WATCHDOG=1. During
+the start a thread reports the phase of the start, and asks for more time as long as the start
+progresses; once it stops asking, systemd ends the daemon. Afterwards WATCHDOG=1 is sent as long as
+the daemon is live; without it, systemd restarts the daemon. In a process that systemd did not
 start, notifications do nothing.
 """
 
@@ -35,10 +35,13 @@ SLOW_STEPS = 20.0
 
 
 class Answer(NamedTuple):
-    """The answer of a probe: whether a daemon is live and ready, and if not, why.
+    """The answer of a probe: a daemon's liveness and readiness.
 
-    `waiting` names calls that wait out transient faults; `state` says what the daemon does,
-    `troubles` what an operator should look at although the daemon works.
+    Attributes:
+        why: sentences that say why the daemon is not live or not ready; empty if it is both.
+        waiting: names of calls that are retried after a transient fault.
+        state: what the daemon does now, in words such as "training".
+        troubles: sentences about problems for an operator although the daemon works.
     """
 
     live: bool
@@ -49,13 +52,13 @@ class Answer(NamedTuple):
     troubles: tuple[str, ...] = ()
 
     def sentence(self) -> str:
-        """Returns state, reasons, waits and troubles in one line."""
+        """Returns `state`, `why`, `waiting` and `troubles` in one line, joined by "; "."""
         waits = (f"waits: {', '.join(self.waiting)}",) if self.waiting else ()
         return "; ".join((self.state, *self.why, *waits, *self.troubles))
 
 
 class HealthView(NamedTuple):
-    """A daemon's state, and the reasons why it cannot do its work."""
+    """A daemon's state in words, and sentences that say why it cannot work, if it cannot."""
 
     state: str
     why_not: tuple[str, ...] = ()
@@ -67,9 +70,11 @@ class Health:
 
     Attributes:
         limit_s: returns the seconds that one turn of the main loop may take.
-        view: returns the daemon's present state; each part of its work sets its own.
-        waiting: returns the names of calls that wait out transient faults.
-        troubles: a sentence for an operator from each part that is in trouble although it works.
+        view: returns the daemon's present state; each phase of the daemon sets another function.
+        waiting: returns the names of calls that are retried after a transient fault.
+        clock: returns monotonic seconds.
+        troubles: component -> a sentence about its problem, for an operator; a component without
+            problems has no entry.
     """
 
     limit_s: Callable[[], float] = lambda: EVENT_LOOP_S
@@ -81,21 +86,24 @@ class Health:
     _phase_at_s: float | None = field(default=None, init=False)
 
     def trouble(self) -> tuple[str, ...]:
-        """Returns the sentences of `troubles`, sorted by the parts' names."""
+        """Returns the sentences of `troubles`, sorted by the components' names."""
         return tuple(sentence for _, sentence in sorted(self.troubles.copy().items()))
 
     def line(self) -> str:
-        """Returns the troubles in one line, which heartbeats carry even if the main loop hangs."""
+        """Returns the troubles in one line of at most `LINE` characters, for a heartbeat.
+
+        If the daemon is not live, the line begins with the reason.
+        """
         answer = self.answer()
         return "; ".join((*answer.why[: not answer.live], *answer.troubles))[:LINE]
 
     def begin_phase(self, what: str) -> None:
-        """Begins a phase of the daemon's start; the daemon is not ready yet."""
+        """Begins a phase of the daemon's start; `what` describes the phase, for people."""
         self.view = lambda: HealthView(what, NOT_YET)
         self._phase_at_s = self.clock()
 
     def progresses(self) -> bool:
-        """True if the start's phase is younger than `PHASE_S`, or waits out a transient fault."""
+        """True if the start's phase is younger than `PHASE_S`, or a call is being retried."""
         if self._phase_at_s is None or self.waiting():
             return True
         return self.clock() - self._phase_at_s <= PHASE_S
@@ -105,7 +113,7 @@ class Health:
         self._turned_at_s = self.clock()
 
     def answer(self) -> Answer:
-        """Returns the daemon's health; a daemon whose main loop has not begun counts as live."""
+        """Returns the daemon's health; it counts as live before the first turn of its main loop."""
         view = self.view()
         why = list(view.why_not)
         since_s = 0.0 if self._turned_at_s is None else self.clock() - self._turned_at_s
@@ -118,7 +126,12 @@ class Health:
 
 
 def step_limit_s(watchdog_timeout_s: float, step_time_s: float) -> float:
-    """Returns the seconds after which a learner's step counts as hung, from its usual step time."""
+    """Returns the seconds after which a learner's inner step counts as hung.
+
+    Args:
+        watchdog_timeout_s: `learner.watchdog_timeout_s`, the least result.
+        step_time_s: the learner's usual step time.
+    """
     return max(watchdog_timeout_s, SLOW_STEPS * step_time_s)
 
 
@@ -146,19 +159,22 @@ def tell(manager: ServiceManager, **fields: str) -> None:
 
 
 def tell_stopping(manager: ServiceManager) -> None:
-    """Tells systemd that the daemon shuts down, and prolongs the watchdog's time for it."""
+    """Tells systemd that the daemon shuts down, and sets the watchdog's time to `END_S` seconds."""
     watchdog = {"WATCHDOG_USEC": str(int(END_S * 1e6))} if manager.watchdog_s else {}
     tell(manager, STOPPING="1", **watchdog)
 
 
 def tell_error(manager: ServiceManager, message: str, hint: str | None) -> None:
-    """Shows the error that ends the process in `systemctl status`, in one line as systemd asks."""
+    """Sends systemd the error that ends the process, in one line, for `systemctl status`."""
     sentence = f"error: {message}; hint: {hint}" if hint else f"error: {message}"
     tell(manager, STATUS=" ".join(sentence.split()))
 
 
 class Starting:
-    """Reports the start of a daemon to systemd, from a thread, as the main thread may compile."""
+    """Reports the start of a daemon to systemd, from a thread of its own.
+
+    The main thread cannot report, as it may compile for an hour.
+    """
 
     def __init__(self, health: Health, manager: ServiceManager) -> None:
         self._health = health
@@ -171,7 +187,7 @@ class Starting:
         self._thread.start()
 
     def over(self) -> None:
-        """Ends the reports: the daemon is ready, or has failed."""
+        """Ends the reports; to be called when the daemon is ready or has failed."""
         self._over.set()
         self._thread.join()
 

@@ -1,11 +1,11 @@
 """Logs: JSON lines on standard error, one event with fields per line (structlog).
 
-On a terminal they are lines for people instead (`log_lines.py`).
+On a terminal each event is a line for people instead (`as_line`).
 
 The field `action` of every line is one of those listed in docs/logs.md; `run`, `learner`,
-`fragment`, `version` are bound where they are known. Cores do not log; drivers log what they do.
+`fragment`, `version` are bound where they are known. Cores do not log; drivers log their actions.
 
-Messages of libraries become such lines too, with the action `said` and the logger's name.
+A message of a library becomes an event too, with the action `said` and the library's logger.
 
 If standard error is systemd's journal, each line begins with its priority, which the journal strips
 off: `journalctl -p warning` then shows warnings and errors.
@@ -40,16 +40,21 @@ PRIORITIES = {"critical": "<2>", "error": ERROR, "warning": "<4>", "info": "<6>"
 
 
 def configure(level: str = "info") -> None:
-    """Sends this process's logs to standard error as JSON lines, or as lines for a terminal."""
+    """Sends this process's events and Python warnings to standard error.
+
+    Args:
+        level: the least level that is logged: "debug", "info", "warning", "error" or "critical".
+    """
     _to_stderr(level)
     warnings.showwarning = _show_warning
 
 
 @contextlib.contextmanager
 def within_anothers_program() -> Iterator[None]:
-    """Logs as daemons do, within a user's program that does not configure structlog itself.
+    """Configures logs at level "info" while the block runs, within a user's own program.
 
-    Without this, structlog would print debug lines too among the program's own output.
+    Does nothing if the program has configured structlog itself. Without any configuration,
+    structlog would print debug lines among the program's output.
     """
     if structlog.is_configured():
         yield
@@ -85,7 +90,7 @@ def _renderer() -> Callable[..., str | bytes]:
 
 
 def on_terminal() -> bool:
-    """True if a person reads this process's log as it is written: on a terminal, in a notebook."""
+    """True if standard error is a terminal, or this process is a notebook's."""
     try:
         return sys.stderr.isatty() or NOTEBOOK in sys.modules
     except ValueError:  # It is closed.
@@ -93,10 +98,10 @@ def on_terminal() -> bool:
 
 
 def end_within(within_s: float) -> None:
-    """Ends the process after `within_s` seconds, with a trace of each thread, unless cancelled.
+    """Ends the process after `within_s` seconds, unless `may_take_longer` is called before.
 
-    `may_take_longer` cancels it. The exit status is 1. A thread outside of Python's lock watches
-    the time, so it works whatever hangs.
+    The process prints a trace of each thread and ends with status 1. A thread that does not need
+    Python's interpreter lock watches the time, so that a hanging thread cannot prevent the end.
     """
     faulthandler.dump_traceback_later(within_s, exit=True, file=STDERR)
 
@@ -107,10 +112,10 @@ def may_take_longer() -> None:
 
 
 def take_stderr() -> None:
-    """Turns what libraries write to standard error or output into log lines; daemons call it once.
+    """Turns text that libraries write to standard error or standard output into log lines.
 
-    Python's own `sys.stderr` stays as it is, for the log itself and the traces of bugs. Call it
-    before `configure`, and before other libraries are loaded.
+    `sys.stderr` still leads to the real standard error, for the log itself and the traces of bugs.
+    A daemon calls this function once, before `configure` and before it loads other libraries.
     """
     real = os.dup(STDERR)
     ours, theirs = os.pipe()
@@ -171,7 +176,7 @@ def in_journal() -> bool:
 
 
 def errors(text: str) -> str:
-    """Returns text for standard error; in the journal each of its lines is marked as an error."""
+    """Returns `text` for standard error; in the journal, each line has the priority "error"."""
     return "\n".join(ERROR + line for line in text.splitlines()) if in_journal() else text
 
 
@@ -194,14 +199,14 @@ def _show_warning(
     file: object = None,  # noqa: ARG001 - as `warnings.showwarning`
     line: str | None = None,  # noqa: ARG001
 ) -> None:
-    """Logs a Python warning as a line like all others."""
+    """Logs a Python warning as an event; takes the place of `warnings.showwarning`."""
     where = f"{filename}:{lineno}"
     logger = get()
     logger.warning("warned", category=category.__name__, message=str(message), where=where)
 
 
 def get(**fields: object) -> Logger:
-    """Returns a logger with these fields bound."""
+    """Returns a logger that adds `fields` to each event."""
     logger: Logger = structlog.get_logger(**fields)
     return logger
 
@@ -213,10 +218,10 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def as_line(event: Mapping[str, Any], zone: tzinfo | None = None) -> str:
-    """Returns an event as a line for people, followed by its trace if it has one.
+    """Returns an event as a line for people, followed by the exception's trace if it has one.
 
     Args:
-        event: the fields, as in JSON lines.
+        event: the fields of the event's JSON line.
         zone: the reader's time zone; None: this machine's.
     """
     at = datetime.fromisoformat(event["timestamp"]).astimezone(zone)

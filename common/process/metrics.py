@@ -35,9 +35,13 @@ UPDATES = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
 
 
 class Definition(NamedTuple):
-    """A metric: its full name, its kind and its meaning.
+    """A metric of a daemon.
 
-    `labels` come after `run` and the daemon's own; `buckets` are a histogram's upper bounds.
+    Attributes:
+        name: the full name, as Prometheus shows it.
+        help: the meaning, for people.
+        labels: names of the labels that follow those of the run and the daemon.
+        buckets: a histogram's upper bounds.
     """
 
     name: str
@@ -204,10 +208,12 @@ FOLLOWER = (FOLLOWED, BEHIND, BEHIND_VERSIONS, FOLLOWER_DOWN)
 
 
 class Metrics(Collector):
-    """The metrics of one daemon; any thread may count.
+    """The metrics of one daemon; any thread may call the methods.
+
+    The argument `labels` of a method has a value for each of the metric's own labels.
 
     Args:
-        labels: added to every series: names of the run and the daemon.
+        labels: label -> value, added to every series: the names of the run and the daemon.
     """
 
     def __init__(self, labels: Mapping[str, str] | None = None) -> None:
@@ -219,14 +225,14 @@ class Metrics(Collector):
         self._sources: list[Callable[[], None]] = []
 
     def add(self, metric: Definition, amount: float = 1.0, *labels: object) -> None:
-        """Adds to a counter, which begins at 0."""
+        """Adds `amount` to a counter, which begins at 0."""
         key = _key(metric, labels)
         with self._lock:
             series = self._values.setdefault(metric, {})
             series[key] = series.get(key, 0.0) + amount
 
     def set(self, metric: Definition, value: float, *labels: object) -> None:
-        """Sets a gauge, or a counter that is counted elsewhere."""
+        """Sets a gauge, or a counter whose total is kept elsewhere, to `value`."""
         with self._lock:
             self._values.setdefault(metric, {})[_key(metric, labels)] = float(value)
 
@@ -243,17 +249,17 @@ class Metrics(Collector):
         (histogram.labels(*values) if values else histogram).observe(value)
 
     def forget(self, *metrics: Definition) -> None:
-        """Drops all series of `metrics`, such as those of fragments that the daemon lost."""
+        """Drops all series of some gauges or counters, as when the daemon lost its fragments."""
         with self._lock:
             for metric in metrics:
                 self._values.pop(metric, None)
 
     def on_scrape(self, source: Callable[[], None]) -> None:
-        """Calls `source` before each scrape, on the thread that serves it."""
+        """Makes each scrape call `source` first, on the thread that answers the scrape."""
         self._sources.append(source)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the present series, for prometheus_client."""
+        """Yields all metrics with their present values, for prometheus_client."""
         with self._scraping:
             for source in self._sources:
                 source()
@@ -274,7 +280,7 @@ class Metrics(Collector):
                 yield found
 
     def exposition(self) -> bytes:
-        """Returns the present series, and the process's own, in Prometheus's text format."""
+        """Returns all metrics, and the process's and Python's, in Prometheus's text format."""
         registry = CollectorRegistry()
         registry.register(self)
         ProcessCollector(registry=registry)

@@ -31,7 +31,7 @@ _NO_ROOM_BYTES = 1 << 20
 
 
 def is_full(folder: Path) -> bool:
-    """True if the disk of a folder is nearly full."""
+    """True if the disk of a folder has less than 1 MiB of free space."""
     return shutil.disk_usage(folder).free < _NO_ROOM_BYTES
 
 
@@ -59,8 +59,9 @@ class NatsServer:
         folder: holds the streams, the configuration, the log and the lock; made if missing.
         port: TCP port on 127.0.0.1; a free one is chosen if None, and kept from the first
             `start` on.
-        sync_interval: the time after its acknowledgement for which a power cut may still lose a
-            message: 'always' (the default) for no time, or a Go duration such as '2m'.
+        sync_interval: how often the server syncs messages to disk: 'always' (before it
+            acknowledges each message), or after a time such as '2m', a Go duration. A power cut may
+            lose messages that are not synced.
         extra_config: text appended to the configuration file (accounts, permissions, limits).
     """
 
@@ -166,7 +167,13 @@ class NatsServer:
         self.stop()
 
     def _lock(self) -> int:
-        """Locks the folder; returns the descriptor, whose last copy holds the lock when closed."""
+        """Locks the folder; returns the descriptor of the lock file.
+
+        The lock lasts until all copies of the descriptor are closed, the server process's too.
+
+        Raises:
+            BusError: another server uses the folder.
+        """
         path = self.folder / _LOCK
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -257,12 +264,20 @@ def is_folder_of_server(folder: Path) -> bool:
 
 
 def is_served(folder: Path) -> bool:
-    """True if a `NatsServer` runs over a folder now."""
+    """True if a `NatsServer` runs over a folder now.
+
+    Raises:
+        OSError: the folder has no lock file (`is_folder_of_server`).
+    """
     return served_at(folder) is not None
 
 
 def served_at(folder: Path) -> str | None:
-    """Returns the URL of the `NatsServer` over a folder: "" while it starts, None if none runs."""
+    """Returns the URL of the `NatsServer` over a folder: "" while it starts, None if none runs.
+
+    Raises:
+        OSError: the folder has no lock file (`is_folder_of_server`).
+    """
     descriptor = os.open(folder / _LOCK, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -23,7 +23,12 @@ ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class Probes:
-    """The metrics and the health of one daemon, and how it reports them to systemd."""
+    """The metrics and the health of one daemon.
+
+    Attributes:
+        manager: the systemd to which the daemon reports its health, if any.
+        start: reports the daemon's start to systemd.
+    """
 
     metrics: Metrics
     health: Health
@@ -32,7 +37,12 @@ class Probes:
 
 
 def make_probes(retries: Retries, **labels: str) -> Probes:
-    """Makes the probes of a daemon that starts; `labels` name its run and itself."""
+    """Returns the probes of a daemon that is starting.
+
+    Args:
+        retries: the daemon's retries, which health and metrics show.
+        labels: labels of all metrics: `run`, and `learner` or `aggregator`, each with a name.
+    """
     counted = Metrics(labels)
     health = Health(waiting=retries.now)
     counted.on_scrape(lambda: _show_health(counted, health))
@@ -43,10 +53,12 @@ def make_probes(retries: Retries, **labels: str) -> Probes:
 
 @contextmanager
 def serving(section: MetricsSection, probes: Probes) -> Iterator[None]:
-    """Reports the start to systemd, and serves the pages while the block runs, if a port is set.
+    """Serves the probes while the block runs, and reports the daemon's start to systemd.
+
+    /metrics, /livez and /readyz are served only if `section.port` is not 0.
 
     Raises:
-        ConfigError: the port cannot be used.
+        ConfigError: another process uses the address and port, or they cannot be bound.
     """
     probes.start.begin()
     try:

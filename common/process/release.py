@@ -1,4 +1,4 @@
-"""The releases of this program and of its packages, as a record or a join names them."""
+"""The installed releases of this program and of its packages; records and joins state them."""
 
 import re
 from functools import cache
@@ -18,7 +18,10 @@ def release() -> str:
 
 @cache
 def packages() -> tuple[str, ...]:
-    """Returns the installed packages that this program requires, as `name==version`, sorted."""
+    """Returns the installed packages that this program requires, as `name==version`, sorted.
+
+    Packages of optional extras are left out.
+    """
     required = [line for line in metadata.requires("diloco") or () if "extra ==" not in line]
     return tuple(sorted(filter(None, map(_installed, required))))
 
@@ -35,5 +38,5 @@ def _installed(requirement: str) -> str:
 
 @cache
 def lock() -> str:
-    """Returns a digest of `packages`."""
+    """Returns the xxh3-128 digest of `packages`, as 32 hex digits, which equal packages share."""
     return shards.digest("\n".join(packages()).encode())

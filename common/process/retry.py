@@ -1,10 +1,10 @@
-"""Retries of transient faults, and what they need: a clock, threads and randomness.
+"""Retries of transient faults, and the clock, the threads and the randomness that retries need.
 
 `Runtime` holds these three, so that a simulation can give drivers virtual time and a seed.
 
-A machine's clock can be set at any time, by hours and either way. So all waits and durations use
-`Clock`, which nobody can set; compared with other machines' times it is as right as the wall clock
-was at the start.
+A machine's wall clock can be set at any time, by hours, forwards or backwards. So all waits and
+durations use `Clock`, which cannot be set; a `Clock` differs from other machines' clocks by as much
+as the wall clock did when the process started.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from diloco.common.protocol.errors import BusError, DilocoError, StoreError
 
 
 class Clock:
-    """A clock that nobody can set: the wall clock's time when made, plus monotonic seconds.
+    """A clock that cannot be set: the wall clock's time when made, plus monotonic seconds.
 
     Args:
         wall: returns seconds since the epoch; called once.
@@ -56,7 +56,7 @@ def unguessable_id() -> str:
 
 
 async def offload_to_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Runs a blocking call on a thread of the event loop's pool."""
+    """Runs a blocking function on a thread of the event loop's pool; returns its result."""
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
@@ -64,8 +64,12 @@ async def offload_to_thread(function: Callable[P, T], *args: P.args, **kwargs: P
 class Retries:
     """Counts the attempts that wait because of transient faults, and all faults so far.
 
-    The keys are what was attempted, and where the fault was: "bus", "store" or "other". The event
-    loop changes the counts; other threads read them.
+    The keys are pairs (attempt, cause): the attempt's name, and the place of the fault, which is
+    "bus", "store" or "other". The event loop changes the counts; other threads read them.
+
+    Attributes:
+        waiting: number of attempts that wait now.
+        faults: number of faults since the start.
     """
 
     waiting: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -73,7 +77,10 @@ class Retries:
 
     @contextlib.contextmanager
     def note(self, what: str) -> Iterator[Callable[[DilocoError], None]]:
-        """Yields a function that counts a fault of an attempt at `what`, while the block runs."""
+        """Yields a function to be called with each fault of the attempt named `what`.
+
+        The attempt counts as waiting from its first fault until the block ends.
+        """
         met: list[tuple[str, str]] = []
 
         def end() -> None:
@@ -92,7 +99,7 @@ class Retries:
             end()
 
     def waits_for(self, where: str) -> bool:
-        """True if an attempt waits now because of a fault that was at `where`."""
+        """True if an attempt waits now because of a fault of `where`: "bus", "store" or "other"."""
         return any(count for (_, cause), count in self.waiting.copy().items() if cause == where)
 
     def now(self) -> tuple[str, ...]:
@@ -137,20 +144,22 @@ class Runtime:
         logger: log.Logger,
         deadline_s: float | None = None,
     ) -> T:
-        """Calls `attempt` until it succeeds, and waits out transient faults (`error.retry`).
+        """Calls `attempt` until it succeeds, and returns its result.
 
-        A fault with `patience_s` that lasts longer than this counts as permanent.
+        An error is transient if its `retry` is True, and permanent else. If an error's `patience_s`
+        is not None, the error counts as permanent once it has lasted for more seconds than that.
 
-        Exponential backoff with full jitter, from 0.1 s up to 10 s between attempts.
+        The waits between attempts are an exponential backoff with full jitter, up to 10 s.
 
         Args:
-            what: named in the log, once when it begins to fail and once when it works again.
+            what: the attempt's name in the log, which has a line for the first fault and a line for
+                the success after faults.
             attempt: makes one attempt.
             logger: the log.
-            deadline_s: seconds after which to give up; None: never.
+            deadline_s: seconds after which a transient error is raised too; None: never.
 
         Raises:
-            DilocoError: a permanent fault, or the last transient one at the deadline.
+            DilocoError: a permanent error, or the last transient error at the deadline.
         """
         with self.retries.note(what) as fault:
             return await self._retry(what, attempt, fault, logger, deadline_s)

@@ -38,9 +38,9 @@ def on_signals(stop: Callable[[], object]) -> None:
 def asked_by_signals(stop: Callable[[], object]) -> Iterator[None]:
     """While the block runs, makes the first SIGINT or SIGTERM call `stop`.
 
-    Earlier Python handlers are called too, at each signal. Where there was none, a second signal
-    has its default effect. Ignored signals stay ignored. Off the main thread, which alone may set
-    handlers, nothing is done.
+    A Python handler that was set before is called too, at each signal. If no Python handler was
+    set, the second signal has its default effect. Ignored signals stay ignored. Only the main
+    thread may set handlers, so this function does nothing on another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -75,12 +75,16 @@ class AskedToStopError(Exception):
 
 
 async def unless_asked(coroutine: Coroutine[Any, Any, T], asked: Callable[[], bool]) -> T:
-    """Awaits one step of a start, unless the daemon is asked to stop first.
+    """Returns the result of `coroutine`, a step of a daemon's start, unless asked to stop first.
 
-    A step may wait for others for ever, which must not block a machine's shutdown.
+    A step may wait for other machines for ever, which must not block this machine's shutdown.
+
+    Args:
+        coroutine: the step.
+        asked: returns True once the daemon is asked to stop; called several times a second.
 
     Raises:
-        AskedToStopError: `asked` returned True; the coroutine was cancelled.
+        AskedToStopError: `asked` returned True before the step ended; the step was cancelled.
     """
     task = asyncio.ensure_future(coroutine)
     try:
@@ -95,10 +99,11 @@ async def unless_asked(coroutine: Coroutine[Any, Any, T], asked: Callable[[], bo
 
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Holds back a Ctrl-C until the block ends; then raises `KeyboardInterrupt`.
+    """Delays a Ctrl-C until the block ends; then raises `KeyboardInterrupt`.
 
-    A Ctrl-C while JAX is being loaded would abort the process, or be lost. Blocking the signal in
-    this thread would not help: a thread of a library that does not block it would receive it.
+    A Ctrl-C while JAX is being loaded would abort the process, or be lost. Blocking SIGINT in this
+    thread would not help, as a library's thread would receive the signal. On a thread other than
+    the main one, this function does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,12 +1,12 @@
-"""A program that turns what libraries write to standard error into JSON lines.
+"""A program that turns text that libraries write to standard error into JSON lines.
 
-    python -I -S stderr_lines.py [--journal | --plain] < their output > the log
+    python -I -S stderr_lines.py [--journal | --plain] < text of the libraries > the log
 
-libtpu, CUDA, XLA and Gloo write to file descriptor 2, past Python. A daemon gives them a pipe to
-write to (`log.take_stderr`), and this process reads it. It is a process of its own, because a
-daemon's thread would die with the daemon, and a library's last words before it aborts matter most.
-It ends when nobody can write to the pipe any more. It imports the standard library alone, so that
-it starts in 20 ms beside each daemon.
+libtpu, CUDA, XLA and Gloo write to file descriptor 2, past Python. A daemon replaces the descriptor
+by a pipe (`log.take_stderr`), and this program reads the pipe. The program is a process of its own,
+because a thread would die with the daemon, and the last lines before a library aborts the daemon
+matter most. The program ends when no process can write to the pipe any more. It imports the
+standard library alone, so that it starts in 20 ms beside each daemon.
 """
 
 import json
@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 READ_BYTES = 1 << 16
 # Longer lines are cut in pieces, as a log's reader may have a limit of its own.
 LINE_BYTES = 1 << 14
-# The marks of Google's C++ libraries, new and old, in their lines: "W0102 ...", "...: E ...".
+# The level's letter in lines of Google's C++ libraries, new and old: "W0102 ...", "...: E ...".
 _MARK = re.compile(r"^(?:([IWEF])\d{4} |\d{4}-\d\d-\d\d [\d:.]+: ([IWEF]) )")
 # A library's error becomes a warning: the daemon goes on, or ends with an error of its own.
 _LEVELS = {"I": "info", "W": "warning", "E": "warning", "F": "error"}
@@ -33,7 +33,8 @@ _FATAL = ("Fatal Python error", "Segmentation fault", "terminate called")
 def level_of(line: str) -> str:
     """Returns the log level for a library's line.
 
-    It is "error" for a crash and for Google's mark F, "warning" for W and E, and else "info".
+    Google's C++ libraries begin a line with a letter: I, W, E or F. The level is "error" for F and
+    for a crash, "warning" for W and E, and else "info".
     """
     if line.startswith(_FATAL):
         return "error"
@@ -42,9 +43,14 @@ def level_of(line: str) -> str:
 
 
 def as_event(line: bytes, now: datetime, *, journal: bool = False) -> bytes:
-    """Returns a line of stderr as a JSON line of the log; a child's log line stays as it is.
+    """Returns a line of standard error as a JSON line of the log.
 
-    With `journal` the JSON line comes after its priority for systemd's journal.
+    A line that is a JSON event already, from the log of a child process, is returned unchanged.
+
+    Args:
+        line: the line without its line end.
+        now: the time in UTC that the JSON line states.
+        journal: True to put the priority for systemd's journal before the JSON line.
     """
     if line.startswith(b"{"):
         try:
@@ -66,12 +72,12 @@ def as_event(line: bytes, now: datetime, *, journal: bool = False) -> bytes:
 
 
 def as_line(line: bytes, now: datetime) -> bytes:
-    """Returns a line for a terminal, in the form of the log's own lines (`log_lines.py`)."""
+    """Returns a line for a terminal, in the form of the log's own lines (`log.as_line`)."""
     return f"{now.astimezone():%H:%M:%S}  said: ".encode() + line + b"\n"
 
 
 def split(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yields the lines without line ends, long ones in pieces of at most LINE_BYTES."""
+    """Yields the lines of `chunks` without line ends, cut in pieces of at most LINE_BYTES."""
     rest = b""
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -89,7 +95,7 @@ def _pieces(line: bytes) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """Reads and relays lines until the pipe's last writer is gone."""
+    """Copies lines from standard input to the log until no process can write to the pipe."""
     # Ignore signals to the whole process group, to relay the daemon's last lines too.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

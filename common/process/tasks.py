@@ -29,7 +29,7 @@ def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.contextmanager
 def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """Runs an event loop on a thread of its own; cancels what still runs when the block ends."""
+    """Runs an event loop on a new thread while the block runs; then cancels the loop's tasks."""
     loop = asyncio.new_event_loop()
 
     def serve() -> None:
@@ -46,7 +46,11 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 async def first_of(*coroutines: Coroutine[object, object, None]) -> None:
-    """Runs until the first coroutine ends; then cancels the rest, and raises the first's error."""
+    """Runs coroutines until one of them ends; then cancels the others.
+
+    Raises:
+        Exception: the error of the coroutine that ended, if it failed.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -58,7 +62,11 @@ async def first_of(*coroutines: Coroutine[object, object, None]) -> None:
 
 
 async def all_of(*coroutines: Coroutine[object, object, None]) -> None:
-    """Runs until all coroutines have ended, or one has failed; then cancels the rest and raises."""
+    """Runs coroutines until all have ended, or one has failed; then cancels the others.
+
+    Raises:
+        Exception: the error of the coroutine that failed.
+    """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         await asyncio.gather(*tasks)
@@ -69,10 +77,10 @@ async def all_of(*coroutines: Coroutine[object, object, None]) -> None:
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:
     """Cancels tasks, and waits until they have ended.
 
-    It cancels repeatedly if need be: `asyncio.wait_for` of Python 3.11 and nats-py each forget a
-    cancellation that comes at the wrong moment, and the task would go on for ever. Tasks are
-    cancelled in the order given: the order of a set follows from addresses, and a simulation would
-    differ from one run of its seed to the next.
+    A task that goes on is cancelled again: `asyncio.wait_for` of Python 3.11 and nats-py each
+    forget a cancellation that comes at the wrong moment. Tasks are cancelled in the order given,
+    not in that of a set, which follows from addresses: two simulations with the same seed would
+    differ.
     """
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
@@ -91,7 +99,7 @@ class Tasks:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, work: Coroutine[object, object, None]) -> None:
-        """Runs `work` concurrently, until it ends or `stop` cancels it."""
+        """Runs `work` concurrently, until `work` ends or `stop` cancels it."""
         task = asyncio.ensure_future(work)
         self._tasks[task] = None
         task.add_done_callback(self._done)
@@ -101,7 +109,7 @@ class Tasks:
         await self._broken
 
     async def stop(self) -> None:
-        """Cancels all tasks."""
+        """Cancels all tasks, and waits until they have ended."""
         await cancel(*self._tasks)
 
     def _done(self, task: asyncio.Task[None]) -> None:

@@ -111,7 +111,15 @@ def encoded_bytes(codec: Codec, size: int, block: int) -> int:
 
 
 def decode_numpy(codec: Codec, encoded: Encoded, block: int) -> npt.NDArray[np.float32]:
-    """Decodes to float32 [N] without JAX; the result equals that of `decode` bit for bit."""
+    """Decodes a quantized vector to float32 [N] without JAX.
+
+    The result equals that of `decode_blocks` in `quantize_and_pack.py` bit for bit.
+
+    Args:
+        codec: the vector's codec.
+        encoded: the vector's scales and codes.
+        block: number of elements that share one scale.
+    """
     codes = np.asarray(encoded.codes)
     if codec not in GREATEST_CODE:
         return codes.astype(np.float32)
@@ -128,7 +136,8 @@ def check_codes(codec: Codec, codes: npt.NDArray[Any]) -> None:
     """Refuses codes that no encoder produces.
 
     Raises:
-        WireError: "bad_code", or "non_finite": a value of a float codec is infinite or NaN.
+        WireError: "bad_code": a code that no encoder produces; "non_finite": a value of a float
+            codec is infinite or NaN.
     """
     for start in range(0, codes.size, _CHUNK):
         chunk = codes[start : start + _CHUNK]
@@ -143,7 +152,7 @@ def check_codes(codec: Codec, codes: npt.NDArray[Any]) -> None:
 
 
 def _check_values(values: npt.NDArray[np.float32]) -> bool:
-    """True if a value is too large, or is too small and not zero.
+    """True if a magnitude is greater than `GREATEST_VALUE`, or less than `LEAST_SCALE` and not 0.
 
     Raises:
         WireError: a value is infinite or NaN.
@@ -158,19 +167,22 @@ def _check_values(values: npt.NDArray[np.float32]) -> bool:
 
 
 def aligned_zeros(size: int) -> npt.NDArray[np.float32]:
-    """Returns a vector of zeros at a 64-byte boundary, which JAX on CPU reads without a copy."""
+    """Returns float32 zeros [size] at a 64-byte boundary, which JAX on CPU reads without a copy."""
     raw = np.zeros(size + 16, np.float32)
     start = -raw.ctypes.data % 64 // 4
     return raw[start : start + size]
 
 
 def aligned_empty(size: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Returns an uninitialized array like that of `aligned_zeros`, of any dtype."""
+    """Returns an uninitialized vector of `size` elements at a 64-byte boundary."""
     raw = np.empty(size * dtype.itemsize + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size * dtype.itemsize].view(dtype)
 
 
 def canonical(values_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Returns a copy with denormals, which machines treat differently, set to zero, as in views."""
+    """Returns a copy, float32 [N], with denormal numbers set to zero, as in every view.
+
+    Some machines flush denormal numbers to zero, and others keep them.
+    """
     return np.where(np.abs(values_N) < np.finfo(np.float32).tiny, np.float32(0), values_N)

@@ -1,9 +1,9 @@
 """The errors of this project, and the exit statuses of the processes that they end.
 
 An error's text says whose fault the error is, what was expected, what came, and what to do next.
-`retry` tells a caller whether the same call may succeed later, `patience_s` for how many seconds
-to keep trying (None: for ever), and `status` is the exit status. Exceptions of other libraries are
-turned into these errors where they enter (`store*.py`, `bus*.py`, `config`, `wire`), nowhere else.
+`retry` is True if the same call may succeed later, `patience_s` is the number of seconds to keep
+trying (None: for ever), and `status` is the exit status. Exceptions of other libraries are turned
+into these errors by the packages `store`, `bus`, `config` and `wire`, nowhere else.
 """
 
 from enum import IntEnum
@@ -17,8 +17,8 @@ class Exit(IntEnum):
 
     Attributes:
         text: the meaning of the status.
-        restart: True if starting the daemon again may help, at once or once a fault outside of it
-            is repaired; False if an operator must change the daemon itself.
+        restart: True if starting the daemon again may help, at once or after a fault outside of
+            the daemon is repaired; False if an operator must change the daemon itself.
     """
 
     text: str
@@ -53,7 +53,7 @@ def find(status: int) -> Exit:
 
 
 def final() -> tuple[Exit, ...]:
-    """Returns the failures after which a daemon must not be restarted (`ENDED` is no failure)."""
+    """Returns the statuses of failures after which a daemon must not be restarted."""
     return tuple(status for status in Exit if status and not status.restart)
 
 

@@ -30,8 +30,8 @@ class FrozenLeaf:
     Attributes:
         tile: shape of the leaf's tiles; the last tile along an axis may be smaller.
         digests: digests of the tiles, in C order.
-        stored: True if the run stores the tiles; False if learners load the leaf by themselves:
-            then `digests` has one entry, of the whole leaf.
+        stored: True if the run stores the tiles. False if learners load the leaf by themselves;
+            then `digests` has one entry, the digest of the whole leaf.
     """
 
     name: str
@@ -43,12 +43,15 @@ class FrozenLeaf:
 
 
 class Frozen:
-    """Reads a run's frozen leaves from its store, each when it is asked for.
+    """Reads leaves that are not synchronized from a run's store, one leaf at each `read`.
 
     Args:
         run: the run's name.
-        get: returns the bytes of an object.
-        name: name of the object with the index.
+        get: returns the bytes of an object, given the object's name.
+        name: name of the object with the index, which is read at once.
+
+    Attributes:
+        leaves: the index: a leaf's name -> its entry.
 
     Raises:
         IntegrityError: the index is damaged.
@@ -64,9 +67,10 @@ class Frozen:
         return [name for name, leaf in self.leaves.items() if leaf.stored]
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
-        """Returns the leaf `name`, or its slice `index`.
+        """Returns the leaf `name`, or its slice `index`, which has one `slice` for each axis.
 
         Raises:
+            KeyError: the index has no leaf of that name.
             IntegrityError: a tile is damaged.
             ObjectMissingError, StoreUnavailableError: a tile cannot be read.
         """
@@ -175,9 +179,9 @@ def _bounds(index: Index, shape: tuple[int, ...]) -> list[tuple[int, int]]:
 def _meeting(
     tile: list[tuple[int, int]], wanted: list[tuple[int, int]]
 ) -> tuple[Index, Index] | None:
-    """Returns a tile's overlap with the `wanted` slices, as slices of the result and of the tile.
+    """Returns a tile's overlap with the `wanted` bounds, as slices of the result and of the tile.
 
-    None if they do not overlap.
+    Returns None if tile and `wanted` do not overlap.
     """
     there, here = [], []
     for (start, stop), (first, last) in zip(tile, wanted, strict=True):

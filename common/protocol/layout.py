@@ -1,4 +1,4 @@
-"""Assigns each tensor to a fragment, and to a place in the fragment's vector.
+"""Assigns each tensor to a fragment, and to an offset in the fragment's vector.
 
 A layout is a pure function of the tensors' names, shapes and dtypes, the number of fragments P,
 the block size and the task's hints. Two programs that compute it agree bit for bit. Every message
@@ -88,8 +88,14 @@ class Tensor:
 class Piece:
     """The rows `start:stop` of a tensor's first axis, at `offset` in a fragment's vector.
 
-    A piece is `groups` segments of `group_size` elements, each padded to `group_stride`. A scalar
-    tensor counts as one row.
+    A piece is `groups` segments of `group_size` elements, each padded to `group_stride` elements.
+    A scalar tensor counts as one row.
+
+    Attributes:
+        tensor: the tensor's name.
+        shape: the shape of these rows.
+        merge: the merge rule: "rda", "average", or "state" for averaged state.
+        offset: index of the piece's first element in the vector.
     """
 
     tensor: str
@@ -137,13 +143,13 @@ class Fragment:
         return np.asarray(starts, np.int64)
 
     def segment_of_block(self, block: int) -> np.ndarray:
-        """Returns the segment of each block, int64 [blocks]; padding counts as its segment's."""
+        """Returns the index of the segment that holds each block, int64 [blocks]."""
         starts = self.segment_blocks(block)
         lengths = np.diff(np.append(starts, self.size // block))
         return np.repeat(np.arange(len(starts)), lengths)
 
     def segment_rules(self) -> tuple[str, ...]:
-        """Returns the merge rule of each segment."""
+        """Returns the merge rule (`Piece.merge`) of each segment, in the order of the vector."""
         return tuple(piece.merge for piece in self.pieces for _ in range(piece.groups))
 
 
@@ -153,7 +159,7 @@ class Layout:
 
     Attributes:
         tensors: the synchronized tensors, in the task's order.
-        constants: all other leaves; every learner begins with the run's values of them.
+        constants: all other leaves; every learner begins with the values that the run stores.
         block: number of elements that share one quantization scale.
         digest: xxh3-128 of the other attributes, as hex.
     """
@@ -225,7 +231,7 @@ def make_layout(
 
 
 def kind_of(tensor: Tensor, hint: Hint) -> Kind:
-    """Returns a leaf's kind: as hinted, but "local" or else "frozen" if it is not floating."""
+    """Returns a leaf's kind: as hinted; if the leaf is not floating, "local" or else "frozen"."""
     kind = hint(tensor.name, tensor.shape).kind
     if tensor.dtype in FLOATING:
         return kind
@@ -254,7 +260,7 @@ def _assign_fitting(
 
 
 def layout_bytes(layout: Layout) -> bytes:
-    """Returns the canonical form that the digest is computed from: msgpack without the digest."""
+    """Returns the layout without its digest as msgpack, from which the digest is computed."""
     fields = asdict(layout)
     del fields["digest"]
     packed: bytes = msgpack.packb(fields)
@@ -404,20 +410,24 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def offset_steps(fragment: int, fragments: int, interval_steps: int) -> int:
-    """Returns the step, in 1..H, at which `fragment` is first due (paper §3: t_p).
+    """Returns the step, in 1..H, after which learners first send `fragment` (paper §3: t_p).
 
     The fragments are spread evenly over the interval of H = `interval_steps` steps; if there are
-    more fragments than steps, the numbers of fragments due at two steps differ by at most one.
+    more fragments than steps, the numbers of fragments sent at two steps differ by at most one.
     """
     place = (fragment + 1) * interval_steps
     return place // fragments if fragments <= interval_steps else -(-place // fragments)
 
 
 class Rhythm(NamedTuple):
-    """The intervals at which a fragment is due: every `interval_steps` (H) inner steps.
+    """The interval at which learners send a fragment: every `interval_steps` (H) inner steps.
 
-    In a run's first `warmup_steps` a fragment is due every `warmup_interval_steps`: parameters
-    change fast early on, so a long interval between updates would cost the most at that time.
+    In a run's first `warmup_steps` the interval is `warmup_interval_steps`: parameters change fast
+    early on, so a long interval between updates would cost the most at that time.
+
+    Attributes:
+        fragment: the fragment's index.
+        fragments: number of fragments of the run, P.
     """
 
     fragment: int
@@ -430,8 +440,9 @@ class Rhythm(NamedTuple):
 def next_step(rhythm: Rhythm, step: int) -> int:
     """Returns the global step of the version that follows the one at `step`, in inner steps.
 
-    Version 0 is at step 0; while H does not change, version v is at H x (v - 1) + offset. After the
-    warm-up, whose fragments are due close to one another, they are spread over a whole interval.
+    Version 0 is at step 0; while H does not change, version v is at H x (v - 1) + offset, where
+    offset is `offset_steps`. The first version after the warm-up is at `warmup_steps` + offset, so
+    that the fragments are spread over an interval of H steps again.
     """
     fragment, fragments, interval, warmup, short = rhythm
     if step < warmup:

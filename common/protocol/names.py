@@ -16,9 +16,9 @@ Tape subjects, one stream per run (`tape_stream`):
     diloco.{run}.end                         nothing after this counts
 Bounded stream (`ops_stream`): diloco.{run}.heartbeat.{learner}, diloco.{run}.rejected.{learner}
 Leases, a bucket of keys and values (`leases_stream`): $KV.diloco-{run}_leases.fragment.{fragment},
-    $KV.diloco-{run}_leases.aggregator.{life}
+    $KV.diloco-{run}_leases.aggregator.{life}, where {life} is a process's random id in hex
 Broadcast, in no stream: diloco.{run}.round.{fragment}  a round is open
-Objects: each learner has a prefix of its own, so that one access rule restricts it to that prefix.
+Objects: each learner has a prefix of its own, so that one access rule keeps a learner within it.
 """
 
 import re
@@ -79,12 +79,12 @@ def leases_stream(run: str) -> str:
 
 
 def leases_subjects(run: str) -> list[str]:
-    """Returns the subject pattern of all leases."""
+    """Returns a list with the one subject pattern that all leases match."""
     return [f"$KV.{leases_bucket(run)}.>"]
 
 
 def streams(run: str) -> tuple[str, ...]:
-    """Returns the names of all streams of a run."""
+    """Returns the names of a run's streams: its tape, heartbeats and rejections, leases."""
     return tape_stream(run), ops_stream(run), leases_stream(run)
 
 
@@ -94,7 +94,12 @@ def fragment_lease(run: str, fragment: int | str) -> str:
 
 
 def aggregator_lease(run: str, life: str) -> str:
-    """Returns the subject on which an aggregator process shows that it is alive."""
+    """Returns the subject of the lease by which an aggregator process shows that it runs.
+
+    Args:
+        run: the run's name.
+        life: the process's random id, 32 hex digits.
+    """
     return f"$KV.{leases_bucket(run)}.aggregator.{life}"
 
 
@@ -197,7 +202,11 @@ Kind = Literal[
 
 
 class Subject(NamedTuple):
-    """The parts of a subject; a part that subjects of this kind lack is None."""
+    """The parts of a subject; a part that subjects of this kind lack is None.
+
+    Attributes:
+        life: the random id of an aggregator process, in the subject of its lease.
+    """
 
     kind: Kind
     run: str
@@ -274,7 +283,15 @@ def checkpoint_part(host: int, hosts: int) -> str:
 
 
 def learner_checkpoint(run: str, learner: str, local_step: int, digest: str, part: str = "") -> str:
-    """Returns the name of a learner's checkpoint, or of one host's `part`; it has the digest."""
+    """Returns the name of the object with a learner's checkpoint.
+
+    Args:
+        run: the run's name.
+        learner: the learner's name.
+        local_step: the learner's inner steps at the checkpoint; names sort by it.
+        digest: the checkpoint's digest, with which the name ends.
+        part: of a learner of several hosts, the folder that `checkpoint_part` returns.
+    """
     return f"{learner_checkpoints(run, learner)}{part}{local_step:012d}-{digest}"
 
 
@@ -289,12 +306,15 @@ def fragment_prefix(run: str, fragment: int) -> str:
 
 
 def version_object(run: str, fragment: int, version: int, what: str, digest: str) -> str:
-    """Returns the name of a version's object `what` (delta, view, outer, record), by its digest."""
+    """Returns the name of an object of a version; the name ends in the object's digest.
+
+    `what` is the object's kind: "delta", "view", "outer" (outer state) or "record".
+    """
     return f"{fragment_prefix(run, fragment)}{version:08d}-{what}-{digest}"
 
 
 class VersionObject(NamedTuple):
-    """The version and kind that a name of the form of `version_object` states."""
+    """The version, and the kind `what`, in an object's name that `version_object` made."""
 
     version: int
     what: str
@@ -307,7 +327,7 @@ def parse_version_object(run: str, fragment: int, name: str) -> VersionObject | 
 
 
 class ShardName(NamedTuple):
-    """The update that a shard's name says the shard belongs to."""
+    """The parts of a shard's name: the update that the shard belongs to."""
 
     learner: str
     fragment: int
@@ -338,22 +358,22 @@ def scores_prefix(run: str) -> str:
 
 
 def score_object(run: str, epoch: int, global_step: int, digest: str) -> str:
-    """Returns the name of a score's object; names sort by epoch and step, and end in a digest."""
+    """Returns the name of a score's object; such names sort by epoch and global step."""
     return f"{scores_prefix(run)}{epoch:04d}-{global_step:012d}-{digest}"
 
 
 def positions_object(run: str, epoch: int, digest: str) -> str:
-    """Returns the name, with a digest, of the object of data positions at an epoch's beginning."""
+    """Returns the name of the object with the data positions at the beginning of an epoch."""
     return f"{run}/positions/{epoch:04d}-{digest}"
 
 
 def epoch_prefix(run: str) -> str:
-    """Returns the prefix of the objects that claim epochs."""
+    """Returns the prefix of the objects that reserve epochs."""
     return f"{run}/epoch/"
 
 
 def epoch_object(run: str, epoch: int) -> str:
-    """Returns the name of the object that reserves an epoch for one tape: no two share an epoch."""
+    """Returns the name of the object that reserves an epoch, so that two tapes never share one."""
     return f"{epoch_prefix(run)}{epoch:04d}"
 
 

@@ -24,8 +24,8 @@ class Reason(StrEnum):
     Attributes:
         stages: the stages of an update's handling at which the reason is given.
         text: the meaning, for people.
-        offence: True if it counts towards `bounds.quarantine_offences`; False if the sender neither
-            caused the fault nor could know of it, or if the sender is uncertain.
+        offence: True if the refusal counts towards `bounds.quarantine_offences`; False if the
+            sender neither caused the fault nor could know of it, or if the sender is uncertain.
         runbook: the page that says what to do about it.
     """
 
@@ -140,6 +140,6 @@ def find(word: str) -> Reason | None:
 
 
 def is_offence(word: str) -> bool:
-    """True if a rejection for `word` counts against its sender, as unknown words do."""
+    """True if a rejection for `word` counts as the sender's offence; True for an unknown word."""
     reason = find(word)
     return reason is None or reason.offence

@@ -1,6 +1,9 @@
-"""The sequence numbers of each epoch's tape. Pure."""
+"""The stream sequence numbers of each epoch's tape. Pure.
 
-# The sequence numbers of one epoch: thirty thousand years at a message a second.
+The tapes of a run's epochs share no sequence number: epoch e has those from e x `SPAN` + 1 on.
+"""
+
+# The number of sequence numbers of an epoch: thirty thousand years at a message a second.
 SPAN = 10**12
 
 
@@ -10,7 +13,7 @@ def first_sequence(epoch: int) -> int:
 
 
 def place_on_tape(seq: int) -> int:
-    """Returns the number of a message on its tape, from its sequence; the first is number 1."""
+    """Returns the number of a message on its tape (1: the first message), from its sequence."""
     return (seq - 1) % SPAN + 1
 
 

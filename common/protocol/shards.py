@@ -52,7 +52,7 @@ from diloco.common.protocol.reasons import Reason
 HEADER: Final = struct.Struct("<4sBBHQ")
 MAGIC: Final = b"DLS2"
 CHUNK_BLOCKS: Final = 1024
-# A gap between two wanted chunks that is shorter than this is read too: one request, not two.
+# A gap between two wanted ranges that is shorter than this is read too: one request, not two.
 GAP_BYTES: Final = 256 << 10
 # The size of the pieces in which `Buffers` are stored and hashed.
 PIECE_BYTES: Final = 1 << 20
@@ -63,7 +63,7 @@ Span = tuple[int, int]
 
 
 def shard_bytes(codec: Codec, count: int, block: int) -> int:
-    """Returns the size in bytes of a shard of `count` elements."""
+    """Returns the size in bytes of a shard of `count` elements, header included."""
     return HEADER.size + encoded_bytes(codec, count, block)
 
 
@@ -90,12 +90,12 @@ def range_bytes(codec: Codec, count: int, block: int, blocks: npt.NDArray[np.int
 
 
 def pack(codec: Codec, encoded: Encoded, block: int) -> bytes:
-    """Returns the bytes of a shard; scales and codes are copied once."""
+    """Returns the bytes of a shard with all of `encoded`; copies scales and codes once."""
     return b"".join(_pieces(codec, encoded, block))
 
 
 def pack_delta(codec: Codec, encoded: Encoded, block: int) -> bytes:
-    """Returns the bytes of a version's delta; scales and codes are copied once."""
+    """Returns the bytes of a version's delta, checksums included; copies scales and codes once."""
     header, scales, codes = _pieces(codec, encoded, block)
     form = _DeltaForm(codec, HEADER.unpack(header)[-1], block)
     checksums = np.empty(form.chunks, _CHECKSUM)
@@ -115,7 +115,7 @@ def unpack(data: bytes | memoryview, *, codec: Codec, count: int, block: int) ->
 
     Args:
         data: the bytes of a peer's object.
-        codec: the codec that its manifest states.
+        codec: the codec that the shard's manifest states.
         count: number of elements in the shard.
         block: the layout's block size.
 
@@ -155,8 +155,8 @@ def read_blocks(
 ) -> Encoded:
     """Reads some blocks of a version's delta, by a few ranges of its object, and checks them.
 
-    Reads the chunks that hold the blocks, and short gaps between them; the whole object if more
-    than 3/4 of its chunks are needed. Memory holds all that was read, and the result.
+    Reads the chunks that hold the blocks, and short gaps between these chunks; the whole object if
+    more than 3/4 of its chunks are needed. All bytes that were read are in memory at once.
 
     Args:
         read: returns the bytes [start, stop) of the object, like `ObjectStore.get_range`.
@@ -273,7 +273,7 @@ def _chunk_checksum(scales: bytes, codes: bytes) -> int:
 def _read_chunks(
     read: Read, form: _DeltaForm, chunks: npt.NDArray[np.int64]
 ) -> Iterator[tuple[int, bytes, bytes]]:
-    """Yields number, scales and codes of each chunk, after comparing them with its checksum.
+    """Yields (number, scales, codes) of each chunk, once its bytes fit the chunk's checksum.
 
     Raises:
         IntegrityError: as `read_blocks`.
@@ -332,9 +332,9 @@ def _check_scales(scales_B: npt.NDArray[Any]) -> None:
 
 
 class Buffers:
-    """A sequence of buffers that reads as one run of bytes; the buffers must not change meanwhile.
+    """A sequence of buffers that stands for their joined bytes; the buffers must not change.
 
-    Iterating yields pieces of at most `PIECE_BYTES`; `bytes` returns a copy of all.
+    Iterating yields pieces of at most `PIECE_BYTES` bytes; `bytes` returns a copy of all.
 
     Args:
         runs: the buffers, contiguous, of any format.
@@ -390,7 +390,7 @@ def parts_of(data: Data) -> Buffers:
 
 
 def crc32c(data: Data) -> int:
-    """Returns the Castagnoli checksum of `data`, as object stores compute it."""
+    """Returns the CRC-32C (Castagnoli) checksum of `data`, as object stores compute it."""
     if isinstance(data, bytes):
         return int(google_crc32c.value(data))
     value = 0

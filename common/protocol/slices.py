@@ -31,7 +31,7 @@ MOST_SLICES: Final = 1 << 13
 
 
 def of_range(start: int, stop: int, block: int) -> tuple[Slice, ...]:
-    """Returns the slices of a shard of elements [start, stop), both multiples of `block`."""
+    """Returns the one slice of a shard with the elements [start, stop), multiples of `block`."""
     return (Slice(start=start // block, shape=((stop - start) // block,), strides=(1,)),)
 
 
@@ -106,7 +106,9 @@ def cut(blocks_n: Blocks, most: int) -> list[Blocks]:
 
 
 def check(slices: Sequence[Slice], blocks: int) -> int:
-    """Returns the number of blocks in a shard's slices; takes no longer for larger claimed sizes.
+    """Checks a shard's slices; returns the number of blocks in them.
+
+    The time does not depend on the sizes that the slices claim.
 
     Args:
         slices: the slices of a peer's shard.
@@ -145,7 +147,7 @@ def check(slices: Sequence[Slice], blocks: int) -> int:
 def partition(shards: Sequence[Sequence[Slice]], blocks: int, most: int) -> list[int]:
     """Checks that the shards of an update hold each block once; returns the blocks in each shard.
 
-    Allocates B bytes, and only once the counts are right.
+    Allocates B bytes, but only after the numbers of blocks have been found right.
 
     Args:
         shards: the slices of each shard, from a peer's manifest.
@@ -211,7 +213,7 @@ def _view(rows_B: npt.NDArray[Any], box: Slice) -> npt.NDArray[Any]:
 
 
 def _axes(box: Slice) -> list[tuple[int, int]]:
-    """Returns length and stride of each axis; an axis of length 1 gets the stride 0."""
+    """Returns (length, stride in blocks) of each axis; an axis of length 1 gets the stride 0."""
     return [
         (length, stride if length > 1 else 0)
         for length, stride in zip(box.shape, box.strides, strict=True)

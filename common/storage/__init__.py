@@ -1,1 +1,1 @@
-"""Storage of a run outside of any process: its tape, its objects, and bundles of both."""
+"""Storage of a run outside of any process: tape, objects, and bundles (a run in one file)."""

@@ -1,11 +1,12 @@
-"""Chooses what a follower of a fragment fetches next, among the records that wait. Pure.
+"""Chooses the objects that a learner or a follower fetches next to reach the newest view. Pure.
 
-Rules of this file:
-- Every record is read, even if its delta is not fetched: it may answer an update in flight.
+A record *waits* from when it is read until its view is adopted. Rules:
+- Every record is read, even if its delta is not fetched: the record may answer an update in flight.
 - Waiting records are handled together. If the newest stored view and the deltas since are fewer
-  bytes than all waiting deltas, the follower jumps to that view and skips the older deltas.
-- A delta is added only to the very view that it was made from. Its codes carry the quantization
-  error of earlier deltas, so another base or order would give other bits than the aggregator's.
+  bytes than all waiting deltas, the reader jumps to that view and skips the older deltas.
+- A delta is added only to the view that the delta was made from. A delta's codes carry the
+  quantization error of earlier deltas, so another base or order would give other bits than the
+  aggregator's.
 """
 
 from collections.abc import Sequence
@@ -15,10 +16,11 @@ from diloco.common.protocol import wire
 
 
 class Change(NamedTuple):
-    """The step from the adopted version to a record's: by a delta, or by a stored view and deltas.
+    """The objects that lead from the adopted view to the view of a record.
 
     Attributes:
-        fragment, record_seq: the record's fragment and stream sequence.
+        fragment: the record's fragment.
+        record_seq: the record's stream sequence.
         view_digest: digest of the view that results.
         snapshot: the stored view to begin with; None: begin with the adopted view.
         deltas: the deltas to add, in order; exactly one if there is no snapshot.
@@ -38,13 +40,13 @@ class Change(NamedTuple):
 
     @property
     def held_bytes(self) -> int:
-        """The size in bytes of the first object to read, a delta or a view, held in memory."""
+        """The size in bytes of the first object to read: the stored view, or else the delta."""
         (ref, *_) = self.deltas if self.snapshot is None else (self.snapshot,)
         return ref.size_bytes
 
 
 class Adopted(NamedTuple):
-    """The record up to which a fragment was handed to the training loop, and its view's digest."""
+    """The record whose view of a fragment the training loop has got, and that view's digest."""
 
     record_seq: int
     version: int
@@ -52,7 +54,13 @@ class Adopted(NamedTuple):
 
 
 class UnfetchedRecord(NamedTuple):
-    """A record that was read (None if its body is gone or damaged), and when it was made."""
+    """A record that was read and not yet adopted.
+
+    Attributes:
+        record: None if the record's body is gone or damaged.
+        made_at_s: when the record was stored, in seconds since the epoch of the reader's clock; 0:
+            unknown.
+    """
 
     record_seq: int
     record: wire.Record | None
@@ -60,14 +68,25 @@ class UnfetchedRecord(NamedTuple):
 
 
 class FetchMove(NamedTuple):
-    """The next change to fetch (None: nothing), and the number of waiting records it covers."""
+    """The next change to fetch, and the number of waiting records that are then done.
+
+    Attributes:
+        change: None if nothing must be fetched, as the view stays.
+    """
 
     covers: int
     change: Change | None
 
 
 def next_move(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> FetchMove | None:
-    """Returns the next move towards the newest waiting record; None if no record leads there."""
+    """Returns the next move towards the view of the newest waiting record.
+
+    Returns None if the newest record cannot be read and the first one does not keep the view.
+
+    Args:
+        adopted: the adopted record.
+        waiting: the records after the adopted one, oldest first; at least one.
+    """
     first, newest = waiting[0], waiting[-1]
     if first.record is not None and _stays(adopted, first.record):
         return FetchMove(1, None)
@@ -85,7 +104,7 @@ def next_move(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> FetchMove
 
 
 def delta_of(record: wire.Record, record_seq: int) -> Change:
-    """Returns the change from the previous view to that of `record`, by the record's delta."""
+    """Returns the change from the view before `record` to the view after it: the record's delta."""
     assert record.delta is not None
     return Change(record.fragment, record_seq, record.view_digest, None, (record.delta,))
 
@@ -96,7 +115,10 @@ def _stays(adopted: Adopted, record: wire.Record) -> bool:
 
 
 def _chain_bytes(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> int | None:
-    """Returns the bytes of all deltas from the adopted view to the newest; None if one is gone."""
+    """Returns the size in bytes of all deltas from the adopted view to the newest record's view.
+
+    Returns None if the deltas do not lead there: a record is unreadable, or a rollback.
+    """
     version, digest, found = adopted.version, adopted.view_digest, 0
     for one in waiting:
         record = one.record

@@ -6,7 +6,11 @@ from diloco.common.storage.store import ObjectStore
 
 
 def checkpoints(store: ObjectStore, run: str) -> list[str]:
-    """Returns the names of the run's complete checkpoints, oldest first."""
+    """Returns the names of the run's complete checkpoints, oldest first.
+
+    Raises:
+        StoreError: as `ObjectStore.list`.
+    """
     prefix = names.checkpoint_prefix(run)
     return [found.name.removeprefix(prefix) for found in store.list(prefix)]
 
@@ -17,6 +21,7 @@ def load_file(store: ObjectStore, run: str, name: str | None) -> wire.Checkpoint
     Raises:
         ConfigError: the run has no checkpoint, or none of that name.
         WireError: the file is damaged.
+        StoreError: the store cannot be read.
     """
     known = checkpoints(store, run)
     if not known:

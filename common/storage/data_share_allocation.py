@@ -1,21 +1,24 @@
 """Computes from the claims on the tape which learner reads which share of the data. Pure.
 
-Rules:
-1. A pass over the data, an epoch, is `shares` fixed shares of `batches` batches each. A share's
-   number is epoch x `shares` + its place in the epoch.
-2. A learner holds a share from its claim on, if the share is free at the claim's place on the
+A *life* is one incarnation of a learner. Its number is the stream sequence of its join. A learner's
+*position* counts the batches that the learner has read, over all lives. Claim messages have a kind
+(`what`): "begin", "claim" or "end". Rules:
+1. A pass over the data, an epoch, is `shares` fixed shares of `batches` batches each. Share i of
+   epoch e has the number e x `shares` + i.
+2. A learner holds a share from its claim on, if the share is free after all earlier messages of the
    tape. Of two claims the first counts, so nobody has to decide between them.
-3. A learner's end states the position that it has reached. Of each share that it holds, the
-   batches before that position are done; the others are free. The learner publishes its end. For a
-   silent learner an aggregator publishes the end, after ending the learner's life on the tape.
-4. A life inherits what earlier lives of its name held. Its first message voids later messages of
-   those lives, and its end voids later ones of its own. A message is void if its life began on an
-   earlier tape, or could not have begun before the message's place on this one.
-5. Shares of one epoch are all given out before any of the next: only free shares of the earliest
-   epoch that has any can be claimed.
+3. An "end" states the position that the learner has reached. Of each share that the learner holds,
+   the batches before that position are done; the others become free. The learner publishes its
+   "end". For a silent learner an aggregator does, after it has ended the learner's life.
+4. A life inherits the shares that earlier lives of the learner held. After its first message, later
+   messages of earlier lives are void; after its "end", its own later claims are void. A message
+   is also void if its life began on an earlier tape, or if the life's number is not smaller than
+   the message's sequence.
+5. All shares of an epoch are claimed before any share of the next: only free shares of the earliest
+   epoch that has a free share can be claimed.
 
-No update is merged that was stored after the end of its life. So no batch is in two updates of a
-fragment, and every batch is read as long as a learner lives.
+An update that was stored after the end of its life is not merged. So no batch is in two updates of
+a fragment, and every batch is read as long as one learner lives.
 """
 
 import heapq
@@ -33,14 +36,20 @@ EXPIRY = "expiry-"
 
 
 class Sizes(NamedTuple):
-    """The division of an epoch into shares; claims with other sizes than the run's are void."""
+    """The shares in an epoch, and the batches in a share; claims with other sizes are void."""
 
     shares: int
     batches: int
 
 
 class Holding(NamedTuple):
-    """A part of a learner's data: at its `position` the learner reads batch `first` of a share."""
+    """A share that a learner holds, from the batch `first` on.
+
+    Attributes:
+        share: the share's number.
+        first: the first free batch of the share when it was claimed.
+        position: the learner's position at which it reads that batch.
+    """
 
     share: int
     first: int
@@ -55,12 +64,12 @@ def end_of(sizes: Sizes, holding: Holding) -> int:
 def lost_batches(
     position: int, reached: Mapping[int | None, int], fragments: int
 ) -> tuple[int, ...]:
-    """Returns, for each fragment, how many batches before `position` are in none of its updates.
+    """Returns, for each fragment, how many batches before `position` are in no update of it.
 
     Args:
         position: the position at which the learner's data continues.
-        reached: the position that updates of each fragment reach; under None, that of other
-            messages.
+        reached: fragment -> the position that the learner's updates reach, as `data_reached` of
+            `tape/run.py` returns; the key None has the position that holds for all fragments.
         fragments: number of fragments of the run.
     """
     said = reached.get(None, 0)
@@ -80,9 +89,13 @@ def declared_sizes(settings: RunSettings) -> Sizes | None:
 
 @dataclass
 class _LearnerHoldings:
-    """A learner's holdings; its next holding begins at position `least` or later.
+    """A learner's holdings.
 
-    `ended`: the newest life that has ended.
+    Attributes:
+        incarnation: number of the newest life that has begun or ended; 0: none.
+        ended: number of the newest life that has ended; 0: none.
+        least: the learner's next holding begins at this position or later.
+        held: the holdings, oldest first.
     """
 
     incarnation: int = 0
@@ -96,9 +109,10 @@ class Holdings:
     """The holdings of all learners, after the claims taken so far.
 
     Attributes:
-        sizes: as declared in the settings, or by the first claim; None before it.
-        partial: first free batch of each share that was given up before its end.
-        unclaimed: every share from this number on is free, except those in `ahead`.
+        sizes: the sizes that the settings declare, or else those of the first claim; None before.
+        partial: share -> first free batch, for each share that was given up before its end.
+        unclaimed: every share from this number on is free, except the shares in `ahead`.
+        ahead: claimed shares with numbers greater than `unclaimed`.
     """
 
     sizes: Sizes | None = None
@@ -110,7 +124,7 @@ class Holdings:
     _learners: dict[str, _LearnerHoldings] = field(default_factory=dict)
 
     def take(self, claim: wire.Claim, seq: int) -> bool:
-        """Applies the next claim on the tape, at sequence `seq`; returns whether it counts."""
+        """Applies the next claim of the tape, at sequence `seq`; returns False if it is void."""
         # A life is the sequence of its join, so it is before its claims; else nobody could end it.
         # And who has outlived its tape knows nothing of this one.
         if claim.incarnation >= seq or not same_tape(claim.incarnation, seq):
@@ -131,16 +145,16 @@ class Holdings:
         return self._learners[learner].held if learner in self._learners else ()
 
     def is_over(self, learner: str, life: int) -> bool:
-        """True if a life can claim nothing more: it has ended, or a newer life is known."""
+        """True if a life can claim no more shares: the life has ended, or a newer life is known."""
         known = self._learners.get(learner, _LearnerHoldings())
         return life < known.incarnation or life <= known.ended
 
     def newest_life(self, learner: str) -> int:
-        """Returns the newest life of a learner that has claimed or ended; 0 if there is none."""
+        """Returns the number of a learner's newest life; 0 if no life has begun or ended."""
         return self._learners[learner].incarnation if learner in self._learners else 0
 
     def holders(self) -> tuple[str, ...]:
-        """Returns the names of the learners that hold a share."""
+        """Returns the names of the learners that hold at least one share."""
         return tuple(name for name, one in self._learners.items() if one.held)
 
     def next_position(self, learner: str) -> int:
@@ -151,15 +165,16 @@ class Holdings:
         return end_of(self.sizes, known.held[-1])
 
     def choose(self, learner: str, sizes: Sizes) -> tuple[int, int]:
-        """Returns a free share, and its first free batch, for a learner to claim.
+        """Returns (share, first free batch) of a free share for a learner to claim.
 
-        Learners that ask at the same time mostly get different shares.
+        The choice depends on the learner's name, so that learners that choose at the same time
+        mostly choose different shares.
         """
         free = list(self._free(sizes))
         return free[zlib.crc32(learner.encode()) % len(free)]
 
     def _free(self, sizes: Sizes) -> Iterator[tuple[int, int]]:
-        """Yields free shares, with their first free batches, of the earliest epoch with any."""
+        """Yields (share, first free batch) of all free shares of the earliest epoch with any."""
         epoch = self._earliest() // sizes.shares
         for share in range(epoch * sizes.shares, (epoch + 1) * sizes.shares):
             if share in self.partial:

@@ -1,4 +1,4 @@
-"""Loads a view of a fragment from its stored snapshot and the deltas since."""
+"""Loads a view of a fragment from its stored snapshot and the deltas since the snapshot."""
 
 import contextlib
 from collections.abc import Iterable
@@ -26,8 +26,12 @@ class Loaded(NamedTuple):
     """A version of a fragment, loaded.
 
     Attributes:
-        record: the version's record, and `record_seq` its sequence.
-        view: float32 [N], from `snapshot` and `deltas`, which have `read_bytes` bytes in all.
+        record: the version's record.
+        record_seq: the record's stream sequence.
+        view: the version's view, float32 [N].
+        read_bytes: size in bytes of all objects that were read.
+        snapshot: the stored view that was read.
+        deltas: the deltas that were added to the stored view, in order.
     """
 
     record: wire.Record
@@ -39,9 +43,9 @@ class Loaded(NamedTuple):
 
 
 async def load_view(context: RunContext, fragment: int) -> Loaded:
-    """Loads the newest view of a fragment, and verifies its digest.
+    """Loads the newest view of a fragment, and verifies the view's digest.
 
-    If the snapshot is damaged or gone, an older one is used.
+    If the snapshot is damaged or gone, an older snapshot is used.
 
     Raises:
         IntegrityError: the stored objects do not give the recorded digest, or are gone.
@@ -59,9 +63,9 @@ async def load_view(context: RunContext, fragment: int) -> Loaded:
 
 
 async def load_recorded(context: RunContext, record: wire.Record, record_seq: int) -> Loaded:
-    """Loads the version of a record on the tape, and verifies its digest.
+    """Loads the version that a record on the tape committed, and verifies the view's digest.
 
-    If the snapshot is damaged or gone, an older one is used.
+    If the snapshot is damaged or gone, an older snapshot is used.
 
     Raises:
         IntegrityError: the stored objects do not give the recorded digest, or are gone.
@@ -73,7 +77,7 @@ async def load_recorded(context: RunContext, record: wire.Record, record_seq: in
 
 
 async def load_version(context: RunContext, record: wire.Record) -> npt.NDArray[np.float32]:
-    """Loads the view after any record, float32 [N], and verifies its digest.
+    """Returns the view after any record, float32 [N], after verifying the view's digest.
 
     Raises:
         IntegrityError: the stored objects do not give the recorded digest.
@@ -101,10 +105,12 @@ async def _load_from_older(
     record_seq: int,
     error: ObjectMissingError | IntegrityError,
 ) -> Loaded:
-    """Loads `record`'s view from an older snapshot, as its own or a delta could not be read.
+    """Loads `record`'s view from an older snapshot than the one that the record names.
+
+    `error` is why the record's snapshot, or a delta, could not be read.
 
     Raises:
-        IntegrityError: no older snapshot helps.
+        IntegrityError: no older snapshot leads to the view.
     """
     older = await older_snapshot(context, record, record_seq)
     if older is not None:
@@ -126,18 +132,23 @@ async def _load_from_older(
 
 
 class Older(NamedTuple):
-    """A version whose view and outer state were stored, and the versions merged after it."""
+    """A version whose view and outer state were stored, and later versions.
+
+    Attributes:
+        basis: the version's record.
+        since: the records of the versions after it, in order, up to the one that was asked for.
+    """
 
     basis: Recorded
     since: list[Recorded]
 
 
 async def older_snapshot(context: RunContext, record: wire.Record, record_seq: int) -> Older | None:
-    """Returns the stored version before `record.snapshot_version` that also leads to `record`.
+    """Returns the newest stored version before `record.snapshot_version`, with the versions since.
 
-    Every version between it and `record` was made by a merge, so that deltas, or inputs, lead from
-    one to the next. None if there is no such version, as right after a rollback or after a record
-    that cannot be read either.
+    Every version between the stored version and `record` was made by a merge, so that deltas, or
+    inputs, lead from one version to the next. Returns None if there is no such version, as right
+    after a rollback, or after a record that cannot be read.
 
     Raises:
         NewTapeError: the run was resumed on a new tape.
@@ -167,7 +178,14 @@ def assemble_view(
     snapshot: wire.ObjectRef,
     deltas: Iterable[wire.ObjectRef],
 ) -> tuple[npt.NDArray[np.float32], int]:
-    """Returns a view, float32 [N], made from its objects, and the number of bytes read.
+    """Returns a view, float32 [N], and the number of bytes read for it.
+
+    Args:
+        context: the run's context.
+        fragment: the fragment's index.
+        view_digest: the digest that the view must have.
+        snapshot: the stored view to begin with.
+        deltas: the deltas to add, in order.
 
     Raises:
         ObjectMissingError: garbage collection has removed an object.
@@ -189,9 +207,13 @@ def assemble_view(
 
 
 class ViewStep(NamedTuple):
-    """The view, float32 [N], after a change, and the number of bytes read for it.
+    """The result of a change.
 
-    `encoded`: scales and codes of the delta that was added; None after a stored view.
+    Attributes:
+        view: the view after the change, float32 [N].
+        read_bytes: size in bytes of the objects that were read.
+        encoded: scales and codes of the one delta that was added; None if the change began with a
+            stored view.
     """
 
     view: npt.NDArray[np.float32]
@@ -200,7 +222,7 @@ class ViewStep(NamedTuple):
 
 
 def take_step(context: RunContext, view: npt.NDArray[np.float32], change: Change) -> ViewStep:
-    """Returns the view after a change, verified; the view before stays unchanged.
+    """Applies a change to a view, float32 [N], which stays unchanged; verifies the result's digest.
 
     Raises:
         ObjectMissingError: garbage collection has removed an object.

@@ -15,10 +15,12 @@ FEW_ROUNDS = 200
 
 
 class Broken(NamedTuple):
-    """A rule that settings break; `sentence` names the settings and the cost.
+    """A rule that settings break.
 
     Attributes:
-        about: the keys that the rule examines.
+        sentence: names the settings that break the rule, and the cost that was measured.
+        evidence: the source of that measurement.
+        about: the keys that the rule examines, joined by ", ".
     """
 
     sentence: str
@@ -30,7 +32,7 @@ class Rule(NamedTuple):
     """Advice against a region of settings.
 
     Attributes:
-        about: the keys that the rule examines.
+        about: the keys that the rule examines, joined by ", ".
         cost: the cost that was measured in this region.
         evidence: the source of that measurement.
         broken: returns the part of the sentence that names the settings; None if they keep the
@@ -44,7 +46,7 @@ class Rule(NamedTuple):
 
 
 def planned_rounds(settings: RunSettings) -> int:
-    """Returns how many versions of a fragment a run makes, if nothing delays it."""
+    """Returns the number of versions of a fragment that the run makes: steps / H, rounded down."""
     return settings.run.steps // settings.sync.interval_steps
 
 

@@ -127,7 +127,10 @@ class MeshSection(Section):
         return math.prod(size for size in self.sizes if size)
 
     def shape(self, devices: int) -> tuple[int, ...] | None:
-        """Returns the axes' sizes on a number of devices; None if they do not multiply to it."""
+        """Returns the axes' sizes, in the order of `AXES`, with the size 0 replaced.
+
+        Returns None if the product of the sizes cannot be `devices`.
+        """
         found = tuple(size or devices // self.given for size in self.sizes)
         return found if math.prod(found) == devices else None
 
@@ -136,7 +139,10 @@ class MeshSection(Section):
 
 
 class IslandSection(Section):
-    """Settings of one learner's hardware; for None the setting of section `learner` applies."""
+    """Settings of one learner's hardware, in place of those for all learners.
+
+    Where a setting is None, `learner.mesh`, `sync.anchor` or `learner.matmul_precision` applies.
+    """
 
     mesh: MeshSection | None = Field(default=None, description="instead of `learner.mesh`")
     anchor: Literal["device", "host"] | None = Field(
@@ -242,7 +248,10 @@ class LearnerSection(Section):
         return self
 
     def island(self, learner: str) -> IslandSection:
-        """Returns one learner's hardware settings, with those for all learners as defaults."""
+        """Returns one learner's hardware settings, filled up with those of this section.
+
+        `anchor` stays None if it is not set for this learner: `sync.anchor` then applies.
+        """
         own = self.islands.get(learner, IslandSection())
         return IslandSection(
             mesh=own.mesh or self.mesh,

@@ -1,6 +1,7 @@
-"""The environment's variables; no other module reads them.
+"""Reads and sets environment variables; no other module reads any.
 
-DILOCO_<SECTION>_<KEY> overrides a key of the daemon sections.
+A variable DILOCO_<SECTION>_<KEY>, such as DILOCO_BUS_URL, overrides a key of a section that
+configures one daemon (`daemon.py`).
 """
 
 import os
@@ -13,17 +14,23 @@ from diloco.common.protocol.errors import ConfigError
 
 
 def store_url() -> str | None:
-    """Returns the URL of the object store that the environment names; None if it names none."""
+    """Returns the object store's URL from DILOCO_STORE_URL; None if the variable is not set."""
     return os.environ.get("DILOCO_STORE_URL")
 
 
 def webhook() -> tuple[str | None, str | None]:
-    """Returns the webhook's URL and token, secrets that a command line would show to everybody."""
+    """Returns the URL and the token of the webhook for alerts; None for one that is not set.
+
+    Both are secrets, which a command line would show to every user of the machine.
+    """
     return os.environ.get("DILOCO_WEBHOOK_URL"), os.environ.get("DILOCO_WEBHOOK_TOKEN")
 
 
 def storage_emulator(*, asked_for: bool) -> str | None:
-    """Returns the address of the emulator of Google Cloud Storage for tests; None for the real one.
+    """Returns the URL of the tests' emulator of Google Cloud Storage; None: the real service.
+
+    Args:
+        asked_for: the configuration's `store.emulator`.
 
     Raises:
         ConfigError: the environment names an emulator that the configuration does not allow, or
@@ -45,12 +52,12 @@ def storage_emulator(*, asked_for: bool) -> str | None:
 
 
 def store_emulator() -> bool:
-    """Returns whether gs:// means an emulator, for commands that read no configuration file."""
+    """True if gs:// means an emulator; for commands that read no configuration file."""
     return os.environ.get("DILOCO_STORE_EMULATOR", "").lower() in {"1", "true"}
 
 
 def allows_http(name: str) -> bool:
-    """Returns whether a variable such as AWS_ALLOW_HTTP permits requests without TLS."""
+    """True if the variable `name`, such as AWS_ALLOW_HTTP, permits requests without TLS."""
     return os.environ.get(name, "").lower() in {"1", "true"}
 
 
@@ -74,7 +81,12 @@ def service_manager() -> ServiceManager:
 
 
 class _Platforms:
-    """The value of JAX_PLATFORMS before `keep_off_accelerators` replaced it."""
+    """The value of JAX_PLATFORMS before `keep_off_accelerators` replaced it.
+
+    Attributes:
+        pinned: True once `keep_off_accelerators` was called.
+        found: the value at that time; None if the variable was not set.
+    """
 
     pinned = False
     found: str | None = None
@@ -99,12 +111,16 @@ def keras_on_jax() -> None:
 
 
 def allows_accelerators() -> bool:
-    """True if the user lets JAX use more than the CPU."""
+    """True unless the user has set JAX_PLATFORMS to "cpu"."""
     return _asked_for() != "cpu"
 
 
 def environment_with(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Returns a child's environment: this process's original one with `changes` (None: unset)."""
+    """Returns a child process's environment: this process's own, with `changes`.
+
+    JAX_PLATFORMS has the user's value, also after `keep_off_accelerators`. A variable whose value
+    in `changes` is None is not set.
+    """
     merged = {**os.environ, "JAX_PLATFORMS": _asked_for(), **changes}
     return {key: value for key, value in merged.items() if value is not None}
 
@@ -114,9 +130,9 @@ def _asked_for() -> str | None:
 
 
 def tasks_of_step() -> tuple[int, bool]:
-    """Returns the number of tasks in this process's Slurm step, and if each has a node of its own.
+    """Returns the tasks of this process's Slurm step, and True if each has a node of its own.
 
-    Returns (1, True) outside of Slurm.
+    Outside of Slurm, returns (1, True).
     """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     each = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
@@ -129,13 +145,16 @@ def first_rank() -> str | None:
 
 
 def visible_devices(variable: str) -> tuple[str, ...] | None:
-    """Returns the devices to which the environment restricts a library; None for all."""
+    """Returns the devices listed in `variable`, such as CUDA_VISIBLE_DEVICES; None if it is unset.
+
+    An unset variable permits all devices.
+    """
     value = os.environ.get(variable)
     return None if value is None else tuple(value.replace(",", " ").split())
 
 
 def is_journal(descriptor: int) -> bool:
-    """True if an open file leads to systemd's journal."""
+    """True if an open file descriptor leads to systemd's journal."""
     try:
         status = os.fstat(descriptor)
     except OSError:
@@ -144,7 +163,10 @@ def is_journal(descriptor: int) -> bool:
 
 
 def with_environment(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `document` with variables such as DILOCO_BUS_URL over the keys of daemon sections."""
+    """Returns the configuration `document` (section -> key -> value), overridden by variables.
+
+    A variable such as DILOCO_BUS_URL replaces the key `url` of the section `bus`.
+    """
     merged = dict(document)
     for variable, value in os.environ.items():
         parts = variable.lower().split("_", 2)
@@ -173,11 +195,14 @@ def compile_without_tpu() -> None:
 
 
 def encode_on_threads(count: int) -> None:
-    """Limits the threads of tokenizers in this process; call it before the first text."""
+    """Makes tokenizers use `count` threads; call it before the first text is tokenized."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if count > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(count)
 
 
 def keep_offline(cache: str) -> None:
-    """Keeps `datasets` off the network and the home folder; call it before it is imported."""
+    """Makes the package `datasets` use no network, and the folder `cache` for its files.
+
+    Call this function before `datasets` is imported.
+    """
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": cache}

@@ -46,7 +46,7 @@ _FORMS = {
 
 
 def load_config(path: Path | str, *, connects: bool = True) -> Config:
-    """Loads the configuration from the TOML file `path`.
+    """Loads the configuration from a TOML file, overridden by variables such as DILOCO_BUS_URL.
 
     Args:
         path: path of the file.
@@ -95,7 +95,11 @@ def placed_config(document: Mapping[str, Any]) -> Config:
 
 
 def make_config(document: Mapping[str, Any], *, source: str) -> Config:
-    """Makes a checked configuration from `document`; errors name `source`.
+    """Makes a checked configuration.
+
+    Args:
+        document: section -> key -> value.
+        source: where the document comes from, for the text of errors.
 
     Raises:
         ConfigError: a key is missing, unknown or out of range.
@@ -121,10 +125,10 @@ def with_mesh(config: Config, learner: str, mesh: str) -> Config:
 
 
 def parse_settings(fields: Mapping[str, Any]) -> RunSettings:
-    """Parses the settings of a run's specification.
+    """Parses the settings of a run's specification: section -> key -> value.
 
     Raises:
-        ConfigError: this program is older or newer than the run, and does not know such settings.
+        ConfigError: a key is missing, unknown or out of range, as another release made the run.
     """
     try:
         return RunSettings.model_validate(fields)
@@ -160,7 +164,7 @@ def _expected(item: ErrorDetails) -> str:
 
 
 def _unknown(key: str) -> str:
-    """Returns a sentence about an unknown key, which suggests a known key like it, if any."""
+    """Returns a sentence about an unknown key, with the most similar known key if there is one."""
     known = [
         f"{section}.{name}"
         for section, field in Config.model_fields.items()

@@ -192,7 +192,7 @@ class SyncSection(Section):
         return self
 
     def rhythm(self, fragment: int) -> Rhythm:
-        """Returns the intervals at which a fragment is due."""
+        """Returns the intervals at which learners send updates of the fragment with this index."""
         return Rhythm(
             fragment,
             self.fragments,
@@ -394,7 +394,11 @@ def is_changeable(section: str, key: str) -> bool:
 
 
 def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
-    """Returns each setting in which two configurations differ: 'sync.codec: int4 here, ...'."""
+    """Returns a text for each setting in which two configurations differ.
+
+    Such as "outer.momentum: 0.9 here, 0.8 in the run". Differences in the section `task` do not
+    count if one of the two has no task.
+    """
     # A run without a task is defined by its parameters, and the layouts compare those.
     taskless = not (ours.task.build and theirs.task.build)
     return [
@@ -405,12 +409,16 @@ def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
 
 
 def changes(before: RunSettings, after: RunSettings) -> list[str]:
-    """Returns each setting that a change alters: 'outer.learning_rate: 0.9 -> 0.5'."""
+    """Returns a text for each setting that differs, such as "outer.learning_rate: 0.9 -> 0.5"."""
     return [f"{key}: {old!r} -> {new!r}" for key, old, new in _unequal(before, after)]
 
 
 def check_changeable(ours: RunSettings, theirs: RunSettings) -> None:
-    """Refuses settings that differ from those at creation in a key that cannot change.
+    """Refuses a change of a run's settings in a key that cannot change.
+
+    Args:
+        ours: one of the two: the settings before or after the change.
+        theirs: the other one; the order does not matter.
 
     Raises:
         ConfigError: names each key that differs and cannot change.
@@ -430,10 +438,16 @@ def check_changeable(ours: RunSettings, theirs: RunSettings) -> None:
 def check_same_run(
     ours: RunSettings, theirs: RunSettings, our_layout: str, their_layout: str
 ) -> None:
-    """Refuses a daemon whose file or model is not the run's.
+    """Refuses a daemon whose configuration file or model is not the run's.
+
+    Args:
+        ours: settings from the daemon's file.
+        theirs: settings of the run.
+        our_layout: digest of the layout that the daemon computed from its model.
+        their_layout: digest of the run's layout.
 
     Raises:
-        RunMismatchError: names each difference, with both sides.
+        RunMismatchError: names each difference, with the daemon's value and the run's.
     """
     found = differences(ours, theirs)
     if our_layout != their_layout:
@@ -456,14 +470,14 @@ def _unequal(one: RunSettings, other: RunSettings) -> list[tuple[str, Any, Any]]
 
 
 def fitted(settings: RunSettings, layout: Layout) -> RunSettings:
-    """Returns the settings with the layout's number of fragments, which may be fewer than asked."""
+    """Returns the settings with `sync.fragments` lowered to the layout's number of fragments."""
     fragments = min(settings.sync.fragments, len(layout.fragments))
     sync = settings.sync.model_copy(update={"fragments": fragments})
     return settings.model_copy(update={"sync": sync})
 
 
 def unfilled(asked: RunSettings, fragments: int) -> str:
-    """Returns a sentence if a run has fewer fragments than were asked for; else ""."""
+    """Returns a sentence if the run has fewer `fragments` than `asked.sync.fragments`; else ""."""
     if fragments >= asked.sync.fragments:
         return ""
     return (
@@ -495,12 +509,15 @@ _AVERAGED_BOUNDS = {"norm_clip": 1e30}
 
 
 def settings_of(settings: RunSettings, layout: Layout, fragment: int) -> RunSettings:
-    """Returns the settings by which a fragment is synchronized; averaged state has its own."""
+    """Returns the settings that apply to a fragment: for averaged state `averaged_settings`."""
     return averaged_settings(settings) if layout.fragments[fragment].averaged else settings
 
 
 def averaged_settings(settings: RunSettings) -> RunSettings:
-    """Returns a run's settings as they apply to averaged state."""
+    """Returns a run's settings as they apply to averaged state, such as batch statistics.
+
+    Averaged state is sent in float32, and merged into the mean of the learners' values.
+    """
     return settings.model_copy(
         update={
             "sync": settings.sync.model_copy(update=_AVERAGED_SYNC),
@@ -512,5 +529,5 @@ def averaged_settings(settings: RunSettings) -> RunSettings:
 
 
 def sync_of(sync: SyncSection, fragment: Fragment) -> SyncSection:
-    """Returns the section `sync` that applies to a fragment; averaged state has its own."""
+    """Returns the section `sync` as it applies to a fragment: changed if it is averaged state."""
     return sync.model_copy(update=_AVERAGED_SYNC) if fragment.averaged else sync

@@ -1,4 +1,4 @@
-"""The messages of a run: typed, frozen, decoded once where they enter, and trusted inside.
+"""The messages of a run: typed, frozen, decoded and checked once on receipt, and then trusted.
 
 A message is one msgpack map with `schema`, `kind` and the fields of one of these classes;
 docs/protocol.md is generated from them. Decoding is strict: a missing, unknown or wrong-typed

@@ -1,4 +1,4 @@
-"""Messages to bytes, bytes to messages, and the types and limits of their fields."""
+"""Encodes and decodes messages; the types and limits of messages' fields."""
 
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -81,22 +81,27 @@ Several = Annotated[tuple[Item, ...], Field(fail_fast=True)]
 
 
 def note(text: str) -> str:
-    """Returns a sentence for a message's field for people: printable, and of bounded length.
+    """Returns `text` with at most `NOTE` characters, and each unprintable character as '?'.
 
-    The sentence may quote a sender, who chose the quotation's length and characters.
+    For sentences in messages that may quote text of another sender.
     """
     cleaned = printable(text[: NOTE + 1])
     return cleaned if len(cleaned) <= NOTE else f"{cleaned[: NOTE - 3]}..."
 
 
 class NestedRecord(BaseModel):
-    """Base of the records within messages."""
+    """Base of the structures within messages."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class Body(NestedRecord):
-    """Base of the messages; `kind` names the message's type on the wire."""
+    """Base of the messages.
+
+    Attributes:
+        kind: the message's type on the wire.
+        limit_bytes: the greatest length of an encoded message.
+    """
 
     kind: ClassVar[str]
     limit_bytes: ClassVar[int] = MESSAGE_BYTES
@@ -126,7 +131,7 @@ def encode(body: Body) -> bytes:
 
 
 def decode(expected: type[T], payload: bytes) -> T:
-    """Returns the message in `payload`, which must be of the kind `expected`.
+    """Returns the message in `payload`, which must be a message of the class `expected`.
 
     Raises:
         WireError: reason "oversize", "undecodable", "schema", "kind" or "malformed".
@@ -135,7 +140,11 @@ def decode(expected: type[T], payload: bytes) -> T:
 
 
 def parse(expected: type[T], fields: dict[str, Any]) -> T:
-    """Returns the message of the `fields` that `unpack` returned; raises the errors of `decode`."""
+    """Returns the message of class `expected` with the `fields` that `unpack` returned.
+
+    Raises:
+        WireError: reason "kind" or "malformed".
+    """
     if fields.pop("kind", None) != expected.kind:
         raise WireError(Reason.KIND, f"expected a message of kind {expected.kind!r}")
     try:
@@ -149,7 +158,7 @@ def parse(expected: type[T], fields: dict[str, Any]) -> T:
 
 
 def _check_limits(payload: bytes, limit_bytes: int) -> None:
-    """Checks claimed lengths before decoding, which would allocate arrays as long as claimed."""
+    """Checks a message's claimed lengths, as decoding would allocate arrays of these lengths."""
     if len(payload) > limit_bytes:
         raise WireError(Reason.OVERSIZE, f"message of {len(payload)} bytes, at most {limit_bytes}")
     look = msgpack.Unpacker(max_buffer_size=max(1, len(payload)), **LIMITS)
@@ -166,7 +175,11 @@ def _undecodable(error: Exception) -> WireError:
 
 
 def unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
-    """Returns the fields of a message, if this program reads its schema; errors as in `decode`."""
+    """Returns the fields of a message, with "kind" and without "schema".
+
+    Raises:
+        WireError: reason "oversize" (longer than `limit_bytes`), "undecodable" or "schema".
+    """
     _check_limits(payload, limit_bytes)
     try:
         fields = msgpack.unpackb(payload, use_list=False, strict_map_key=True, **LIMITS)

@@ -1,4 +1,4 @@
-"""Learners' manifests, and the records that answer them, with the aggregator's state after each."""
+"""Learners' manifests, and the records that answer manifests, with the aggregator's state."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -63,9 +63,9 @@ class Shard(NestedRecord):
 class Manifest(Body):
     """Announces one update: one outer gradient of one fragment from one learner.
 
-    It is published after every shard is stored. Readers drop a message without decoding it if it is
-    longer than the fragment's longest possible manifest: one with a shard and a slice for each
-    block, and the greatest length in each field.
+    A learner publishes a manifest after all shards of the update are stored. Readers drop a message
+    undecoded if it is longer than the fragment's longest possible manifest: one with a shard and a
+    slice for each block, and the greatest length in each field.
     """
 
     kind: ClassVar[str] = "update"
@@ -165,7 +165,10 @@ class Input(NestedRecord):
 
     @property
     def less_for(self) -> tuple[str, ...]:
-        """The measures in which the update is credited with far less than it claims."""
+        """The measures in which the update counts far less than claimed: "steps", "weight", "norm".
+
+        A "norm" counts less if the update was clipped.
+        """
         # The tokens of uncredited steps are no sign that the tokens themselves were capped.
         left = max(1, self.tokens * self.steps_credited // self.steps)
         found = {
@@ -216,7 +219,7 @@ class Observation(NestedRecord):
 class Mark(NestedRecord):
     """The newest answered update of an incarnation: each update up to `seq` is merged or rejected.
 
-    A learner reads here whether its update was answered.
+    A learner reads in a record's marks whether its update was answered.
     """
 
     learner: Name = Field(description="the learner")
@@ -266,9 +269,10 @@ class MemberState(NestedRecord):
 class Allowance(NestedRecord):
     """The number of updates of the fragment that a learner may announce at once (a token bucket).
 
-    It grows by `bounds.max_updates_per_s` each second, up to ten seconds' growth. Each message on
-    an update's subject, valid or not, takes one for each 4 KiB of its length, at least one; a
-    rejected update takes ten. It may fall below zero; below one, messages are not decoded.
+    The number grows by `bounds.max_updates_per_s` each second, up to ten seconds' growth. Each
+    message on an update's subject, valid or not, takes one for each 4 KiB of its length, at least
+    one; a rejected update takes ten. The number may fall below zero; below one, messages are not
+    decoded.
     """
 
     learner: Name = Field(description="the learner")
@@ -288,7 +292,7 @@ class Credit(NestedRecord):
 
 
 class PolicyState(NestedRecord):
-    """The memory of the fragment's state machine after a record."""
+    """The state of the aggregator's state machine for one fragment, after a record."""
 
     members: Several[MemberState] = Field(description="the learners")
     marks: Several[Mark] = Field(description="marks of the last four incarnations of each learner")
@@ -438,10 +442,10 @@ class RecordPointer(Body):
 
 
 def decode_record(payload: bytes) -> Record | RecordPointer:
-    """Decodes a record, or the pointer that stands for a record.
+    """Decodes a record, or the pointer that stands on the tape for a large record.
 
     Raises:
-        WireError: as `decode`.
+        WireError: as `encoding.decode`.
     """
     fields = unpack(payload, MESSAGE_BYTES)
     if fields.get("kind") == RecordPointer.kind:

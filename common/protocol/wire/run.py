@@ -1,4 +1,4 @@
-"""The messages of a run's beginning, its learners and aggregators, its settings and its end."""
+"""All messages except manifests and records: specification, joins, settings, heartbeats, ..."""
 
 from typing import Any, ClassVar, Literal
 
@@ -35,9 +35,9 @@ class DataPosition(NestedRecord):
 
 
 class Positions(Body):
-    """The learners' data positions, where a specification has no room for all of them.
+    """The learners' data positions, if there are too many for the specification.
 
-    It is stored as the object `{run}/positions/{epoch}-{digest}`, on no stream; at most 64 MiB.
+    Stored as the object `{run}/positions/{epoch}-{digest}`, on no stream; at most 64 MiB.
     """
 
     kind: ClassVar[str] = "positions"
@@ -49,7 +49,7 @@ class Positions(Body):
 class Specification(Body):
     """The specification of a run: the tape's first message.
 
-    Sequence numbers in it are those of the tape that holds this message, that is, of its epoch.
+    Sequence numbers in a specification are those of the tape that the specification begins.
     """
 
     kind: ClassVar[str] = "spec"
@@ -78,7 +78,7 @@ NOT_A_LEARNER = "not a learner"
 
 
 class Join(Body):
-    """A learner begins a life; the message's sequence on the tape is its incarnation number."""
+    """A learner begins an incarnation (a life); this message's stream sequence is its number."""
 
     kind: ClassVar[str] = "join"
     limit_bytes: ClassVar[int] = WORD_BYTES
@@ -105,14 +105,13 @@ class Join(Body):
 
 
 class Leave(Body):
-    """A learner's life ends, if `fragments` is empty: no message of this incarnation follows.
+    """Ends a learner's life, or only its updates of some fragments.
 
-    If `fragments` is not empty, the life continues, and only its updates of these fragments end:
-    the run has stopped, and all were sent.
+    If `fragments` is empty, the life (incarnation) ends, and no message of it follows. If not, the
+    life continues: the run has stopped, and the learner has sent all updates of these fragments.
 
-    An aggregator publishes it (`by`) to end the life of a learner that was silent for too long.
-
-    A leave of a life that a newer join has superseded shows that two processes had one name.
+    An aggregator publishes a leave (see `by`) to end the life of a learner that was silent for too
+    long. A leave of a life that a newer join has superseded shows that two processes had one name.
     """
 
     kind: ClassVar[str] = "leave"
@@ -133,10 +132,11 @@ class Leave(Body):
 
 
 class Claim(Body):
-    """A learner claims a share of the data; only claims of the learner's newest life are valid.
+    """Claims a share of the data for a learner, or begins or ends the claims of a life.
 
-    A share's number is epoch of the data × `shares` + its place in that epoch. A claim counts if
-    the share is free at the message's place on the tape.
+    Only claims of the learner's newest life are valid. An epoch of the data is cut into `shares`
+    shares: share i of epoch e has the number e × `shares` + i. A claim counts if the share is
+    free after all earlier messages of the tape.
     """
 
     kind: ClassVar[str] = "claim"
@@ -170,8 +170,8 @@ class Claim(Body):
 class Settings(Body):
     """Changes settings of the run.
 
-    Aggregators apply them from each fragment's next version on, a learner at its next step
-    boundary. Only changeable keys may differ from the specification's.
+    Aggregators apply the new settings from each fragment's next version on, a learner at its next
+    step boundary. Only changeable keys may differ from the specification's.
     """
 
     kind: ClassVar[str] = "settings"
@@ -184,8 +184,8 @@ class Settings(Body):
 class Quarantine(Body):
     """Quarantines a learner in all fragments, or releases it.
 
-    A fragment's aggregator publishes it after `bounds.quarantine_offences`; an operator publishes
-    it to release a learner, or to quarantine one.
+    A fragment's aggregator quarantines a learner whose count of offences has reached
+    `bounds.quarantine_offences`; an operator releases or quarantines a learner.
     """
 
     kind: ClassVar[str] = "quarantine"
@@ -199,8 +199,8 @@ class Quarantine(Body):
 class Checkpoint(Body):
     """A point from which the run can be resumed.
 
-    It is published before its objects are stored; from then on garbage collection keeps the view
-    and the outer state of its versions.
+    The message is published before the checkpoint's objects are stored; from then on garbage
+    collection keeps the view and the outer state of the versions that the message lists.
     """
 
     kind: ClassVar[str] = "checkpoint"
@@ -217,9 +217,9 @@ class Checkpoint(Body):
 
 
 class CheckpointFile(Body):
-    """The state from which a new epoch begins, that is, with which a run is resumed on a new tape.
+    """The state with which a run is resumed: on a new tape, in a new epoch.
 
-    It is stored as the object `{run}/checkpoint/{name}`, on no stream; at most 64 MiB.
+    The file is stored as the object `{run}/checkpoint/{name}`, on no stream; at most 64 MiB.
     """
 
     kind: ClassVar[str] = "checkpoint_file"
@@ -263,7 +263,7 @@ class End(Body):
 
 
 class Lease(Body):
-    """The lease of a fragment's owner; or, under another key, an aggregator's sign of life."""
+    """An aggregator's lease on a fragment; or, under another key, the sign that it runs."""
 
     kind: ClassVar[str] = "lease"
     aggregator: Name = Field(description="for people")
@@ -292,8 +292,8 @@ class Lease(Body):
 class Score(Body):
     """The loss of a global view on held-out data.
 
-    It is stored as an object `{run}/score/...`, on no stream, by `diloco evaluate` and `diloco
-    local` for `diloco report`. Nothing in the run depends on it.
+    `diloco evaluate` and `diloco local` store a score as an object `{run}/score/...`, on no stream,
+    for `diloco report`. Nothing in the run depends on a score.
     """
 
     kind: ClassVar[str] = "score"

@@ -17,7 +17,7 @@ class BundleBus:
     """Serves the streams of a bundle, read-only.
 
     Args:
-        bundle: the file; whoever opened it closes it.
+        bundle: the open bundle; the caller closes it.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -60,7 +60,7 @@ class BundleBus:
         return seqs[-1] if seqs else 0
 
     async def filled(self, stream: str) -> Filled:
-        """Implements `Bus.filled`; a file has no limit."""
+        """Implements `Bus.filled`: the whole file's size; a file has no limit."""
         self._log(stream)
         return Filled(self._bundle.path.stat().st_size, 0)
 
@@ -79,12 +79,12 @@ class BundleBus:
         """Does nothing: a file has no listeners."""
 
     async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
-        """Waits for ever: nobody broadcasts in a file."""
+        """Waits for ever, as nothing is broadcast to a file."""
         await asyncio.Event().wait()
         yield subject, b""
 
     async def close(self) -> None:
-        """Does nothing: whoever opened the file closes it."""
+        """Does nothing, as whoever opened the bundle closes it."""
 
 
 def _matching(log: Log, patterns: list[str]) -> set[int]:

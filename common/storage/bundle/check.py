@@ -22,10 +22,10 @@ IMPORTED = (".py", ".pyc", ".so")
 
 
 def check_header(path: Path, header: Any) -> None:
-    """Checks a file's header against its format.
+    """Checks the header of the bundle `path` against the header's format.
 
     Raises:
-        IntegrityError: it lacks a valid run name, a time, or the flag `objects`.
+        IntegrityError: the header lacks a valid run name, a time, or the flag `objects`.
     """
     if not isinstance(header, dict) or not isinstance(header.get("run"), str):
         raise damaged(path, "has no header")
@@ -41,7 +41,7 @@ def check_header(path: Path, header: Any) -> None:
 
 
 def as_message(path: Path, content: Any) -> Message:
-    """Returns the message in a frame.
+    """Returns the message in a frame of the bundle `path`.
 
     Raises:
         IntegrityError: the frame holds no message.
@@ -115,7 +115,7 @@ def check_name(path: Path, kind: str, name: str) -> None:
 
 
 def is_file_name(name: str) -> bool:
-    """True if a bundle may hold a file of this name, which unpacking writes to disk."""
+    """True if a bundle may hold a file of this name, under which unpacking writes it to disk."""
     tokens = name.split("/")
     return (
         len(name) <= LONGEST
@@ -127,10 +127,10 @@ def is_file_name(name: str) -> bool:
 
 
 def check_oldest(path: Path, oldest: Any) -> dict[int, int]:
-    """Returns the sequence of each fragment's oldest record, which a bundle's last frame states.
+    """Returns fragment -> sequence of its oldest record, from the field of a bundle's last frame.
 
     Raises:
-        IntegrityError: the frame does not state them.
+        IntegrityError: the field is malformed.
     """
     if not isinstance(oldest, dict) or not all(
         isinstance(key, str) and key.isdecimal() and len(key) < 5 and is_count(seq)
@@ -141,7 +141,7 @@ def check_oldest(path: Path, oldest: Any) -> dict[int, int]:
 
 
 def check_nesting(path: Path, files: list[str]) -> None:
-    """Refuses a bundle with a file whose name is the folder of another of its files.
+    """Refuses a bundle with a file whose name is the folder of another file of the bundle.
 
     Raises:
         IntegrityError: the bundle has such files.

@@ -1,6 +1,6 @@
-"""An index of a bundle's contents by name, which takes some 40 bytes for each entry.
+"""An index of a bundle's objects or files by name, which takes some 40 bytes for each entry.
 
-Names are looked up by their hashes; for listing, the names are kept compressed.
+A name is looked up by its hash; for listing, the names are kept compressed.
 """
 
 import zlib
@@ -19,7 +19,7 @@ BLOCK = 256
 
 
 class FilePiece(NamedTuple):
-    """A piece of an object or a file: the offset of its frame, and its byte range in the whole."""
+    """The bytes [start, stop) of an object or a file, in the frame at offset `frame_at`."""
 
     frame_at: int
     start: int
@@ -28,14 +28,14 @@ class FilePiece(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole:
-    """An object or a file, as a list of pieces."""
+    """An object or a file, as a list of its pieces in the order of the bundle."""
 
     size_bytes: int
     pieces: tuple[FilePiece, ...]
 
     @property
     def complete(self) -> bool:
-        """True if no piece is missing and each begins where the one before ends."""
+        """True if no piece is missing, and each piece begins where the piece before ends."""
         ends = 0
         for piece in self.pieces:
             if piece.start != ends:
@@ -69,7 +69,7 @@ class _Names:
 
 
 class BundleContents:
-    """The index of a bundle's objects, or of its files; first filled, then read."""
+    """The index of a bundle's objects, or of its files, by name."""
 
     def __init__(self) -> None:
         self._names = _Names()
@@ -79,7 +79,10 @@ class BundleContents:
         self._pieces: dict[int, list[FilePiece]] = {}
 
     def add(self, name: str, size_bytes: int, piece: FilePiece) -> None:
-        """Adds a piece of an object or file of `size_bytes`; its first piece is added first."""
+        """Adds a piece of the object or file `name`, which has `size_bytes` in all.
+
+        Of each object or file, the piece that starts at 0 is added first.
+        """
         key, single = _hash(name), piece.stop - piece.start == size_bytes
         if not single:
             self._pieces.setdefault(key, []).append(piece)
@@ -120,7 +123,7 @@ class BundleContents:
         return ((name, size) for name, size in self._names if name in self)
 
     def damaged(self) -> int:
-        """Returns the number of entries that lack a piece or repeat a name."""
+        """Returns the number of entries that lack a piece, or whose name an earlier entry has."""
         return len(self) - int(self._sound().sum())
 
     def drop_damaged(self) -> None:

@@ -1,4 +1,4 @@
-"""Frames: msgpack after its length and checksum, so that damage can be found and located."""
+"""Frames of a bundle: length (4 bytes), crc32c (4 bytes), msgpack; damage is found and located."""
 
 import contextlib
 import mmap
@@ -21,14 +21,14 @@ HEAD = struct.Struct("<II")
 
 
 class Frame(NamedTuple):
-    """The content of a frame, and its byte offset `at` in the file."""
+    """The content of a frame (unpacked msgpack), and the frame's byte offset `at` in the file."""
 
     at: int
     content: Any
 
 
 def is_bundle(path: Path) -> bool:
-    """True for a bundle, and for a tape exported by an earlier release, which nothing reads now."""
+    """True if the file is a bundle, or a tape in the obsolete format of an earlier release."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -36,14 +36,14 @@ def is_bundle(path: Path) -> bool:
 
 
 def write_frame(file: BinaryIO, content: Any) -> None:
-    """Appends a frame to the file."""
+    """Appends a frame with `content`, of msgpack's types, to the file."""
     data: bytes = msgpack.packb(content)
     file.write(HEAD.pack(len(data), crc32c(data)))
     file.write(data)
 
 
 def damaged(path: Path, what: str) -> IntegrityError:
-    """Returns the error for a file that differs from what was written to it."""
+    """Returns the error for a damaged bundle; `what` continues the sentence "the bundle ..."."""
     return IntegrityError(
         f"the bundle {str(path)!r} {what}",
         hint="make it again, or make a whole one of what is left: "
@@ -97,7 +97,7 @@ def frame_bytes(head: bytes) -> int:
 
 
 def whole_frames(path: Path) -> Iterator[Frame]:
-    """Yields the undamaged frames of a damaged file, and skips the bytes between them."""
+    """Yields the undamaged frames of a damaged file, and skips the other bytes."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         at = len(MAGIC)
         while at + HEAD.size < len(data):

@@ -1,6 +1,6 @@
-"""Reads bundles through an index of their frames; the content stays on disk.
+"""Reads bundles through an index of their frames; the frames' contents stay on disk.
 
-A message takes some 20 bytes of the index, whatever its length.
+The index has some 20 bytes for each message, whatever the message's length.
 """
 
 import os
@@ -34,9 +34,10 @@ from diloco.common.storage.bus import Message
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Returns the header of a bundle, which has at least `run`, `made_s` and `objects`.
+    """Returns the header of a bundle: `run`, `made_s` (seconds since the epoch), `objects`, ...
 
     Raises:
+        OSError: the file cannot be read.
         IntegrityError: the header is damaged.
     """
     with path.open("rb") as file:
@@ -47,7 +48,14 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 class Log:
-    """The index of a stream's messages: sequence, offset in the file, subject."""
+    """The index of a stream's messages, in the order of the stream.
+
+    Attributes:
+        seqs: stream sequence of each message.
+        ats: offset in the file of the frame with each message.
+        whose: the subject of each message, as an index of `subjects`.
+        subjects: the distinct subjects.
+    """
 
     def __init__(self) -> None:
         self.seqs = array("q")
@@ -57,7 +65,7 @@ class Log:
         self._ids: dict[str, int] = {}
 
     def ids(self, subject: str) -> list[int]:
-        """Returns the index number of a subject as a list; empty if no message has the subject."""
+        """Returns [the subject's index in `subjects`]; [] if no message has the subject."""
         return [self._ids[subject]] if subject in self._ids else []
 
     def add(self, at: int, message: Message) -> None:
@@ -70,7 +78,7 @@ class Log:
         self.whose.append(self._ids[message.subject])
 
     def drop(self, below: dict[str, int]) -> None:
-        """Removes messages of each subject in `below` with sequences smaller than its value."""
+        """Removes messages by subject: those with a sequence smaller than `below[subject]`."""
         limits = {self._ids[subject]: seq for subject, seq in below.items() if subject in self._ids}
         rows = zip(self.seqs, self.whose, strict=True)
         left = array("q", (i for i, (seq, of) in enumerate(rows) if seq >= limits.get(of, 0)))
@@ -79,7 +87,10 @@ class Log:
         self.whose = array("i", (self.whose[index] for index in left))
 
     def last(self, wanted: Iterable[int]) -> int | None:
-        """Returns the file offset of the last message of the subjects with these index numbers."""
+        """Returns the file offset of the last message with a subject in `wanted`; None: no message.
+
+        `wanted` has indexes of `subjects`.
+        """
         chosen = {*wanted}
         for index in range(len(self.seqs) - 1, -1, -1):
             if self.whose[index] in chosen:
@@ -87,7 +98,10 @@ class Log:
         return None
 
     def rows(self, wanted: set[int], start_seq: int) -> Iterator[int]:
-        """Yields the file offsets of messages of these subjects, from sequence `start_seq` on."""
+        """Yields the file offsets of messages from `start_seq` on with a subject in `wanted`.
+
+        `wanted` has indexes of `subjects`.
+        """
         for index in range(bisect_left(self.seqs, start_seq), len(self.seqs)):
             if self.whose[index] in wanted:
                 yield self.ats[index]
@@ -97,9 +111,11 @@ class Bundle:
     """An open bundle; call `close` after use.
 
     Attributes:
-        header: the bundle's own description.
-        tape, ops: the indexes of its streams.
-        objects, files: the indexes of its other contents, by name.
+        header: the bundle's header, as `read_header` returns it.
+        tape: the index of the tape's messages.
+        ops: the index of the messages of the stream of heartbeats and rejections.
+        objects: the index of the run's objects.
+        files: the index of other files, such as logs.
         lost: a sentence that describes the damage, if a damaged file was salvaged; else "".
     """
 
@@ -135,7 +151,11 @@ class Bundle:
         return read_frame(self.path, os.pread(self._file.fileno(), frame_bytes(head), at))
 
     def message(self, at: int) -> Message:
-        """Returns the message in the frame at an offset in the file."""
+        """Returns the message in the frame at an offset in the file.
+
+        Raises:
+            IntegrityError: the file has changed since it was opened.
+        """
         content = self.content(at)
         return as_message(self.path, content["ops"] if isinstance(content, dict) else content)
 
@@ -160,7 +180,7 @@ class Bundle:
             yield self.content(piece.frame_at)["data"]
 
     def read(self, whole: Whole, start: int, stop: int) -> bytes:
-        """Returns the bytes [start, stop) of an object or a file."""
+        """Returns the bytes [start, stop) of an object or a file, given as its index's entry."""
         found = []
         for piece in whole.pieces:
             if piece.start < stop and piece.stop > start:
@@ -177,7 +197,9 @@ def open_bundle(path: Path, *, salvage: bool = False) -> Bundle:
         salvage: index the undamaged frames of a damaged file; `Bundle.lost` describes the damage.
 
     Raises:
-        IntegrityError: the file is damaged.
+        IntegrityError: the file is damaged; with `salvage`, so damaged that its header is lost.
+        ConfigError: the file is a tape that an earlier release exported.
+        OSError: the file cannot be read.
     """
     bundle = Bundle(path)
     try:
@@ -208,7 +230,13 @@ def _fill(bundle: Bundle, *, salvage: bool) -> None:
 
 
 def _take_all(bundle: Bundle, frames: Iterator[Frame], *, strict: bool = True) -> bool:
-    """Adds every frame to the indexes; True if the file's end frame was found."""
+    """Adds the content of every frame to the indexes; True if the bundle's last frame was found.
+
+    With `strict`, raises on the first frame that breaks the format; else skips such frames.
+
+    Raises:
+        IntegrityError: a frame breaks the format, or the last frame contradicts the others.
+    """
     for at, content in frames:
         if not bundle.header:
             check_header(bundle.path, content)

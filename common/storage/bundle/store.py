@@ -20,7 +20,7 @@ class BundleStore(ObjectStore):
     """Serves the objects of a bundle, read-only; callable from any thread.
 
     Args:
-        bundle: the file; whoever opened it closes it.
+        bundle: the open bundle; the caller closes it.
     """
 
     def __init__(self, bundle: Bundle) -> None:

@@ -1,4 +1,4 @@
-"""Writes bundles; a bundle gets its name only once it is complete."""
+"""Writes bundles under a temporary name, which is replaced once the bundle is complete."""
 
 from pathlib import Path
 from types import TracebackType
@@ -13,11 +13,16 @@ PIECE_BYTES = 1 << 20
 
 
 class BundleWriter:
-    """Writes a bundle, a run in one file; if its `with` block ends by an error, no file is left.
+    """Writes a bundle, in a `with` block; if the block ends by an error, no file is left.
 
     Args:
         path: the file to write.
-        header: "run"; "made_s": seconds since the epoch; "objects": whether it has any objects.
+        header: "run": the run's name; "made_s": the time, in seconds since the epoch; "objects":
+            True if the bundle has the run's objects.
+
+    Attributes:
+        messages: number of messages of the tape written so far.
+        objects: number of objects written so far.
 
     Raises:
         ConfigError: the file exists already, or cannot be written.
@@ -72,7 +77,7 @@ class BundleWriter:
         write_frame(self._file, {"ops": list(message)})
 
     def object(self, name: str, data: bytes) -> None:
-        """Writes an object."""
+        """Writes an object with all its bytes."""
         self._pieces("object", name, data)
         self.objects += 1
 
@@ -81,7 +86,11 @@ class BundleWriter:
         self._pieces("file", name, data)
 
     def oldest(self, fragment: int, seq: int) -> None:
-        """Notes a fragment's oldest record now; garbage collection has removed those before it."""
+        """Notes the sequence of a fragment's oldest record, for the bundle's last frame.
+
+        Readers ignore earlier records, whose objects garbage collection removed while the bundle
+        was written.
+        """
         self._oldest[str(fragment)] = seq
 
     def _pieces(self, kind: str, name: str, data: bytes) -> None:

@@ -93,7 +93,7 @@ class _Stream:
         self._bytes += _size(message)
 
     def expire(self, now_s: float) -> None:
-        """Removes messages and message ids that are older than the stream's limits allow."""
+        """Removes messages and message ids that have expired at `now_s` seconds since the epoch."""
         for seq in [seq for seq, end_s in self._ends_at_s.items() if end_s <= now_s]:
             self._drop(seq)
         if age := self.limits.max_age_s:
@@ -106,7 +106,10 @@ class _Stream:
             del self._ids[msg_id]
 
     def after(self, position: int, subjects: list[str]) -> tuple[Message | None, int]:
-        """Returns the first matching message from `position` on, or None; and where to continue."""
+        """Returns the first message of `subjects` from sequence `position` on, or None.
+
+        The second value is the `position` for the next call.
+        """
         oldest = self._oldest().seq if self.log else self.last_seq + 1
         position = max(position, oldest)
         while position <= self.last_seq:
@@ -131,7 +134,7 @@ class _Stream:
         return max(matching, default=0)
 
     def filled(self) -> Filled:
-        """Returns the size and the size limit of the stream in bytes."""
+        """Returns the stream's size and size limit; readers are not counted."""
         return Filled(self._bytes, self.limits.max_bytes)
 
     def _oldest(self) -> Message:
@@ -155,8 +158,8 @@ class _Stream:
 class MemoryBroker:
     """The streams that the `MemoryBus` clients of one process share.
 
-    Deterministic: no threads, no clock but the one given, readers served in order of registration.
-    Not safe to use from several threads or event loops at once.
+    The broker is deterministic: it has no threads, no clock but `clock`, and serves readers in the
+    order of their registration. It must not be used from several threads or event loops at once.
 
     Args:
         clock: returns seconds since the epoch; used for message times and the streams' limits.
@@ -252,7 +255,7 @@ class MemoryBroker:
                 listener.ready.set()
 
     def add_reader(self, ready: asyncio.Event) -> None:
-        """Sets `ready` at every publish from now on."""
+        """Makes every later publish set `ready`."""
         self._readers[ready] = None
 
     def drop_reader(self, ready: asyncio.Event) -> None:
@@ -260,7 +263,7 @@ class MemoryBroker:
         del self._readers[ready]
 
     def add_listener(self, listener: "_Listener") -> None:
-        """Hands matching broadcasts to `listener` from now on."""
+        """Appends every later broadcast that matches to the listener's backlog."""
         self._listeners[listener] = None
 
     def drop_listener(self, listener: "_Listener") -> None:
@@ -372,8 +375,8 @@ class MemoryBus:
     async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
         """Implements `Bus.listen`; ends when the bus closes.
 
-        Yields broadcasts sent after the first `anext`; beyond `LISTEN_BACKLOG` unread messages the
-        oldest are dropped.
+        Yields broadcasts sent after the first `anext`; beyond `LISTEN_BACKLOG` unread messages, the
+        oldest messages are dropped.
         """
         check_subject(subject, wildcards=True)
         ready = asyncio.Event()

@@ -4,8 +4,8 @@ Rules of every backend:
 - A stream is an ordered log; sequence numbers start at 1 and never repeat.
 - `publish` returns once the message is durable. Repeated with the same `msg_id` within the
   stream's duplicate window, it stores nothing and returns the first sequence, but only if the
-  stored message is the same; else it raises `IdTakenError`. A server compares ids alone, so
-  `publish` reads the stored message back.
+  stored message has the same subject and payload; else it raises `IdTakenError`. A server compares
+  ids alone, so `publish` reads the stored message back.
 - `expected_last` is the sequence of the subject's last message, 0 for none: compare-and-swap.
 - In a stream of `last_only`, a message with `ttl_s` vanishes that many seconds after it was stored.
 - `read` yields every matching message from a sequence on, in order, exactly once per call, and
@@ -41,11 +41,17 @@ class Message(NamedTuple):
 
 
 class StreamLimits(NamedTuple):
-    """The limits of a stream; 0 means no limit. Only garbage collection shortens a run's tape.
+    """The limits of a stream; 0 means no limit.
 
-    `keep_old`: a stream at `max_bytes` refuses new messages instead of dropping its oldest.
-    `last_only`: each subject has its last message only, which may have a time to live, as in
-    NATS's key-value buckets.
+    Attributes:
+        max_age_s: older messages are dropped.
+        max_bytes: size of the stream at which its oldest messages are dropped; with `keep_old` the
+            stream refuses new messages instead, as a run's tape does.
+        max_message_bytes: longer messages are refused.
+        duplicate_window_s: how long the stream remembers message ids.
+        replicas: number of servers that store the stream.
+        last_only: each subject keeps its last message only, which may have a time to live, as in
+            NATS's key-value buckets.
     """
 
     max_age_s: float = 0.0
@@ -75,16 +81,16 @@ class Bus(Protocol):
         """Creates `stream`, whose first message gets `first_seq`; leaves an existing one as it is.
 
         Raises:
-            BusError: it exists with other settings (each difference is named), its subjects overlap
-                with another stream's, or the server refuses the settings.
+            BusError: the stream exists with other settings (each difference is named), its subjects
+                overlap with another stream's, or the server refuses the settings.
             BusUnavailableError: no answer.
         """
 
     async def streams(self) -> list[str]:
         """Returns the names of all streams, sorted.
 
-        Staleness: as the servers' leader knows them; a stream that is created or removed at this
-        moment may be missing or present.
+        Staleness: the servers' leader answers; a stream that is created or removed during the call
+        may be missing or present.
         """
 
     async def remove_stream(self, stream: str) -> None:
@@ -104,7 +110,15 @@ class Bus(Protocol):
         expected_last: int | None = None,
         ttl_s: float | None = None,
     ) -> int:
-        """Appends a message to the stream that owns `subject`; returns its sequence.
+        """Appends a message to the stream that stores `subject`; returns the message's sequence.
+
+        Args:
+            subject: the message's subject, without wildcards.
+            payload: the message's bytes.
+            msg_id: the message's id, by which a repeated call stores nothing more.
+            expected_last: the sequence that the subject's last message must have; 0: there must be
+                none; None: any.
+            ttl_s: seconds after which the message vanishes, in a stream of `last_only`.
 
         Raises:
             SwapLostError: the subject's last message is not `expected_last`.
@@ -120,9 +134,9 @@ class Bus(Protocol):
 
         Staleness: without bound. With a learner's credentials any replica may answer, even one that
         lacks messages acknowledged to this client, and the next answer may be older than this one.
-        With others the stream's leader answers, which is stale only while it does not know yet that
-        it was replaced (seconds). Use it as a place to begin to `read` from, or as an
-        `expected_last`, which the server then compares.
+        With other credentials the stream's leader answers; the answer is stale only while the
+        leader does not know yet that it was replaced (seconds). Use the message's sequence to begin
+        a `read`, or as an `expected_last`, which the server then compares.
 
         Raises:
             StreamMissingError: there is no such stream.
@@ -134,8 +148,8 @@ class Bus(Protocol):
         """Returns the sequence of the stream's last message; 0 if the stream is empty.
 
         Staleness: the stream's leader answers, and counts all messages acknowledged before the
-        call, unless it does not know yet that it was replaced (seconds). So the answer is a lower
-        bound, and may be lower than an earlier answer.
+        call, unless the leader does not know yet that it was replaced (seconds). So the answer is a
+        lower bound, and may be lower than an earlier answer.
 
         Raises:
             StreamMissingError: there is no such stream.
@@ -155,7 +169,9 @@ class Bus(Protocol):
         """
 
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
-        """Removes messages of `subject` (no wildcards) below `below_seq`, but never its last one.
+        """Removes messages of `subject` (no wildcards) with sequences below `below_seq`.
+
+        The subject's last message is never removed.
 
         Raises:
             StreamMissingError: there is no such stream.
@@ -183,17 +199,17 @@ class Bus(Protocol):
     def read(self, stream: str, subjects: list[str], start_seq: int) -> AsyncIterator[Message]:
         """Yields messages of `subjects` from `start_seq` (1: all) on, then new ones, for ever.
 
-        Staleness: it may lag behind the stream's end without bound and without notice; but it keeps
-        the stream's order, without gaps, and never goes back. A reader that has received a message
-        has received all messages of these subjects that were stored before it.
+        Staleness: the reading may lag behind the stream's end without bound and without notice; but
+        it keeps the stream's order, without gaps, and never goes back. A reader that has received a
+        message has received all messages of these subjects that were stored earlier.
 
         Raises:
-            BusError: no such stream, bad or overlapping subjects, not permitted, or the position is
+            BusError: no such stream, bad or overlapping subjects, not permitted, or `start_seq` is
                 more than one beyond the stream's end (the server lost messages).
         """
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        """Sends a message to present listeners; does not raise if there is no connection.
+        """Sends a message to present listeners; does nothing if there is no connection.
 
         Raises:
             BusError: `subject` is malformed.
@@ -209,7 +225,7 @@ class Bus(Protocol):
         """
 
     async def close(self) -> None:
-        """Releases the connection."""
+        """Releases the connection; reads and listeners end, and other methods raise `BusError`."""
 
 
 def stream_exists(stream: str) -> BusError:
@@ -275,15 +291,15 @@ def check_ttl(ttl_s: float | None, *, allowed: bool) -> None:
 
 
 def stream_settings(subjects: list[str], limits: StreamLimits) -> dict[str, object]:
-    """Returns the settings, by name, that must be equal if a stream is created twice."""
+    """Returns setting -> value of a stream; whoever creates the stream again must give the same."""
     return {"subjects": sorted(subjects), **limits._asdict()}
 
 
 def check_settings(stream: str, there: dict[str, object], asked: dict[str, object]) -> None:
-    """Compares an existing stream's settings with those asked for.
+    """Compares an existing stream's settings, `there`, with those asked for.
 
     Raises:
-        BusError: they differ; every difference is named.
+        BusError: a setting differs; every difference is named.
     """
     differences = [f"{k} is {there[k]!r}, not {asked[k]!r}" for k in asked if there[k] != asked[k]]
     if differences:
@@ -319,9 +335,9 @@ def subjects_overlap(first: str, second: str) -> bool:
 
 
 def check_subject(subject: str, *, wildcards: bool = False) -> None:
-    """Refuses a malformed subject, and unless `wildcards`, one with wildcards.
+    """Refuses a malformed subject, and a subject with wildcards unless `wildcards` is True.
 
-    The check is needed because a server would store a message under the literal subject 'a.*'.
+    A server would store a message under the literal subject 'a.*'.
 
     Raises:
         BusError: `subject` breaks the grammar.

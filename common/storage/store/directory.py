@@ -58,11 +58,10 @@ class DirectoryStore(ObjectStore):
 
     An object is written to `.tmp`, synced, and given its name by a hard link, which fails if the
     name exists: so objects are never overwritten, and visible only when complete. Files that a
-    crash leaves in `.tmp` are never listed, and may be removed while nothing runs. `keep` links an
-    object below `.kept` too, and reads prefer that file, whatever the object's writer does with its
-    own. A name cannot be both an object and a folder of objects. Files that root writes get the
-    folder's owner, so that commands that an operator runs as root leave no files that daemons
-    cannot write.
+    crash leaves in `.tmp` are never listed, and may be removed while nothing runs. `keep` makes a
+    second hard link below `.kept`, and reads prefer that link, so that the object's writer can no
+    longer remove or replace the object. A name cannot be both an object and a folder of objects.
+    Files that root writes get the folder's owner, as daemons could not write root's files.
 
     Args:
         root: the folder.
@@ -87,7 +86,7 @@ class DirectoryStore(ObjectStore):
             self._keep_owner(root / TEMP)
 
     def put(self, name: str, data: Data) -> None:
-        """Implements `ObjectStore.put`; object and name are on disk when this returns."""
+        """Implements `ObjectStore.put`; object and name are on disk when `put` returns."""
         check_object_name(name)
         path = self.root / name
         parts = parts_of(data)
@@ -149,8 +148,9 @@ class DirectoryStore(ObjectStore):
     def keep(self, name: str, limit_bytes: int) -> None:
         """Protects the present bytes of `name` until `delete` removes them.
 
-        The object's writer may then remove or replace its own file without effect. A file that
-        cannot be read as an object of at most `limit_bytes` is not kept.
+        The writer of the object can then remove or replace the file under `name` without effect. A
+        missing file is not protected. Where the file is another user's, which Linux allows only to
+        copy, neither is a file of more than `limit_bytes`, nor one that is no plain file.
 
         Raises:
             StoreUnavailableError: the disk is full or failed.
@@ -169,7 +169,7 @@ class DirectoryStore(ObjectStore):
                 self._keep_copy(name, kept, limit_bytes)
 
     def copies(self, prefix: str) -> Iterator[str]:
-        """Yields names of objects whose file is gone, so that only the protected copy is left.
+        """Yields the names of objects whose file is gone, so that only the link of `keep` is left.
 
         Raises:
             StoreUnavailableError: the disk failed.
@@ -190,10 +190,10 @@ class DirectoryStore(ObjectStore):
                 temp.unlink(missing_ok=True)
 
     def _check_there(self) -> None:
-        """Raises if the folder was unmounted or renamed, so that no object counts as missing.
+        """Checks that the store's folder is there, so that no object counts as missing without it.
 
         Raises:
-            FileNotFoundError: the folder is not there, or is not the one that was opened.
+            FileNotFoundError: the folder was unmounted, renamed or replaced.
         """
         if not (self.root / TEMP).is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
@@ -244,7 +244,7 @@ class DirectoryStore(ObjectStore):
         return temp
 
     def _make_folder(self, folder: Path) -> None:
-        """Makes `folder` below the root; it and the folders above are on disk when this returns."""
+        """Makes `folder` below the root, with its parents, and syncs them to disk."""
         if folder == self.root or folder.is_dir():
             return
         self._make_folder(folder.parent)
@@ -261,7 +261,10 @@ class DirectoryStore(ObjectStore):
                 os.chown(file, owner.st_uid, owner.st_gid)
 
     def _walk(self, root: Path, folder: str) -> Iterator[ObjectInfo]:
-        """Yields every object below `folder` ('' for all); may miss those deleted meanwhile."""
+        """Yields every object below `folder` ('' for all), in any order.
+
+        Objects that are deleted meanwhile may be left out.
+        """
         try:
             entries = _entries(root / folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -308,8 +311,8 @@ def _read_range(name: str, file: BinaryIO, size_bytes: int, start: int, stop: in
 def _open_file(path: str, flags: int) -> int:
     """Opens a file without following a link and without waiting.
 
-    Otherwise a learner that may write to the folder could make a reader follow a link to an
-    endless file, or wait at a pipe.
+    A learner that may write to the folder could otherwise make a reader follow a link to an endless
+    file, or wait at a pipe.
     """
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 

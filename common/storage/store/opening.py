@@ -12,13 +12,13 @@ from diloco.common.storage.store.protocol import ObjectStore
 
 
 def open_store(url: str, *, emulator: bool = False, create: bool = False) -> ObjectStore:
-    """Opens the store at `url`, which has a scheme of `KINDS`, or is the path of a folder.
+    """Opens the store at `url`.
 
     Args:
-        url: where the objects are.
+        url: a URL with a scheme of `KINDS`, or the path of a folder.
         create: make a missing folder; only the creator of a run does so. For all others a missing
-            folder is not mounted, which a new empty one would hide. For a bucket of a service other
-            than Google's, check by trying that it never overwrites.
+            folder is one that is not mounted, and a new empty folder would hide that. For a bucket
+            of a service other than Google's: check, by trying, that the service never overwrites.
         emulator: use the server at STORAGE_EMULATOR_HOST for a gs:// URL.
 
     Raises:

@@ -38,7 +38,7 @@ _MAX_TOKEN = 255  # the limit of common file systems
 
 
 class ObjectInfo(NamedTuple):
-    """An object's name and its size in bytes."""
+    """An object's name (without the store's prefix) and its size in bytes."""
 
     name: str
     size_bytes: int
@@ -52,7 +52,7 @@ class ObjectStore(Protocol):
 
         Args:
             name: the object's name.
-            data: its bytes; they must not change before this returns.
+            data: the object's bytes, which must not change before `put` returns.
 
         Raises:
             ObjectExistsError: other bytes are stored under that name.
@@ -67,13 +67,14 @@ class ObjectStore(Protocol):
 
         Args:
             name: the object's name.
-            limit_bytes: the largest size to read.
-            within_s: time limit in seconds; None for none beyond the backend's own.
+            limit_bytes: the largest size to read; None for no limit.
+            within_s: time limit in seconds; None for the backend's own time limits.
 
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: the object has more than `limit_bytes`; it was not read.
-            ObjectUnreadableError: the name belongs to something else than a plain object.
+            ObjectUnreadableError: the name is that of no plain object, but of a link, a pipe or an
+                encoded object.
             StoreSlowError: reading took longer than `within_s`.
             StoreUnavailableError: a transient fault, or the bytes come damaged again and again.
             StoreError: as in `put`.
@@ -82,7 +83,7 @@ class ObjectStore(Protocol):
     def get_range(self, name: str, start: int, stop: int) -> bytes:
         """Returns the bytes [start, stop) of `name`, 0 <= start < stop.
 
-        The caller must check them, as no store can compare a part with the checksum of the whole.
+        The caller must check these bytes, as stores have checksums of whole objects only.
 
         Raises:
             ObjectRangeError: the range is empty, or ends beyond the object.
@@ -99,7 +100,7 @@ class ObjectStore(Protocol):
         return sorted(self.walk(prefix))
 
     def walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yields the objects of `list` one by one, in any order; for callers with many objects."""
+        """Yields the objects that `list` returns one by one, in any order, with the same errors."""
 
     def delete(self, name: str) -> None:
         """Removes `name`; does nothing if there is no such object.
@@ -112,13 +113,16 @@ class ObjectStore(Protocol):
 
 @runtime_checkable
 class Keeps(Protocol):
-    """A store whose objects their writers can remove, unless `keep` protects them.
+    """A store in which the writer of an object can remove the object, unless `keep` protects it.
 
-    Buckets need no such method: their access rules give learners no right to delete.
+    Stores in buckets lack this method: their access rules give learners no right to delete.
     """
 
     def keep(self, name: str, limit_bytes: int) -> None:
-        """Makes sure that the writer of `name` cannot remove or change its present bytes."""
+        """Protects the present bytes of the object `name` from removal or change by its writer.
+
+        An object of more than `limit_bytes`, or one that cannot be read, need not be protected.
+        """
 
 
 def check_range(name: str, start: int, stop: int, size_bytes: int | None = None) -> None:
@@ -156,8 +160,8 @@ def check_size(name: str, size_bytes: int, limit_bytes: int | None) -> None:
 def check_object_name(name: str) -> None:
     """Refuses a name that some backend could not store.
 
-    Names are relative: tokens of `[A-Za-z0-9._=-]`, at most 255 long, joined by single '/', no
-    token '.' or '..', 512 characters in all; first tokens '.tmp' and '.kept' are a backend's own.
+    A name is relative: tokens of `[A-Za-z0-9._=-]`, each at most 255 long, joined by single '/', at
+    most 512 characters in all. No token is '.' or '..', and the first is not '.tmp' or '.kept'.
 
     Raises:
         StoreError: `name` breaks a rule.
@@ -176,7 +180,7 @@ def check_object_name(name: str) -> None:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Returns bucket and prefix, without a last '/', of a URL like "gs://bucket/prefix".
+    """Returns (bucket, prefix) of a URL like "gs://bucket/prefix"; the prefix has no last '/'.
 
     Raises:
         ConfigError: the URL names no bucket, or has a prefix that cannot be used.
@@ -203,7 +207,7 @@ def object_exists(name: str) -> ObjectExistsError:
 
 
 def object_unreadable(name: str, why: str) -> ObjectUnreadableError:
-    """Returns the error of reading a name that belongs to no plain object."""
+    """Returns the error that `get` raises for a name of no plain object; `why` is part of it."""
     return ObjectUnreadableError(
         f"object {name!r} cannot be read: {why}",
         hint="nothing of this project stores such an object; see who may write there",
@@ -229,7 +233,7 @@ class Deadline:
         self._until_s = None if within_s is None else time.monotonic() + within_s
 
     def check(self) -> None:
-        """Raises if the deadline has passed.
+        """Checks the time.
 
         Raises:
             StoreSlowError: the deadline has passed.
@@ -244,7 +248,7 @@ class Deadline:
     def interrupting(self, interrupt: Callable[[], object]) -> Iterator[None]:
         """Calls `interrupt` from another thread if the deadline passes while the block runs.
 
-        A reader that receives single bytes at long intervals never gets to call `check`.
+        For a reader that waits for bytes and so cannot call `check` in time.
         """
         if self._until_s is None:
             yield
@@ -259,7 +263,7 @@ class Deadline:
 
 
 def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:
-    """Returns the bytes of an object, after comparing them with the message's size and checksum.
+    """Returns the bytes of an object that a message names, after verifying size and checksum.
 
     Raises:
         IntegrityError: size or checksum differs.
@@ -276,5 +280,10 @@ def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:
 
 
 def lost_for_good(what: str, error: ObjectMissingError) -> ObjectLostError:
-    """Returns the error for a missing object that garbage collection cannot have removed."""
+    """Returns the error for a missing object that garbage collection cannot have removed.
+
+    Args:
+        what: what the object was needed for, such as "version 7 of fragment 2".
+        error: the store's error.
+    """
     return ObjectLostError(f"{what}: {error.message}", hint="runbooks/missing-object.md")

@@ -64,7 +64,12 @@ HTTP = {"s3": "AWS_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
 
 
 class BucketLocation(NamedTuple):
-    """The place of a store's objects; `prefix` is '' or ends in '/'."""
+    """The bucket and the prefix of a store's objects.
+
+    Attributes:
+        scheme: "s3" or "az".
+        prefix: precedes every object's name; '' or ending in '/'.
+    """
 
     scheme: str
     bucket: str
@@ -130,6 +135,11 @@ def our_errors(action: str, place: BucketLocation, name: str) -> Iterator[None]:
         action: the attempt: "store", "read", "list" or "delete".
         place: the store's location.
         name: the object's name without the prefix.
+
+    Raises:
+        ObjectMissingError: the service has no object of that name.
+        StoreUnavailableError: a transient fault.
+        StoreError: any other error.
     """
     where = place.url(name)
     try:
@@ -197,8 +207,8 @@ def open_bucket(url: str, *, check: bool = False) -> "BucketStore":
 
     Args:
         url: names the bucket, and the prefix of the objects.
-        check: first store and delete an object to see that the service never overwrites, as some
-            that speak S3 do.
+        check: first store and delete an object, to see that the service never overwrites an object,
+            as some services with the S3 protocol do.
 
     Raises:
         ConfigError: the URL names no bucket, has a prefix that cannot be used, or the environment's
@@ -310,7 +320,7 @@ class BucketStore(ObjectStore):
                     raise
 
     def _has(self, name: str, view: memoryview) -> bool | None:
-        """True if an object has these bytes; None if it does not exist."""
+        """True if the object `name` has the bytes of `view`; None if there is no such object."""
         try:
             found = self._open(name)
         except FileNotFoundError:
@@ -321,7 +331,7 @@ class BucketStore(ObjectStore):
         return self._span(name, found, (0, size), Deadline(name, None)) == view
 
     def _open(self, name: str, **options: object) -> "GetResult":
-        """Requests an object; returns the answer, of which only the head was read.
+        """Requests an object; returns the answer, whose body the caller reads.
 
         Raises:
             ObjectUnreadableError: the object is encoded.
@@ -364,7 +374,12 @@ class BucketStore(ObjectStore):
 
 
 def _fill(name: str, answer: "GetResult", part: memoryview, deadline: Deadline) -> None:
-    """Reads an answer's body into `part`."""
+    """Fills `part` with an answer's body.
+
+    Raises:
+        StoreUnavailableError: the body is shorter than `part`.
+        StoreSlowError: the deadline has passed.
+    """
     count = 0
     deadline.check()
     # Small pieces as they come, so that the deadline is checked even if bytes trickle in.

@@ -4,7 +4,7 @@
   the length of messages about updates.
 - `reader.py`: reads a whole tape, message by message.
 - `run.py`: a run's context, specification and settings, and the records of its fragments.
-- `positions.py`: where learners of earlier epochs continue their data.
+- `positions.py`: the data positions at which learners of earlier epochs continue.
 """
 
 from diloco.common.protocol.sequences import begins_tape, first_sequence, place_on_tape, same_tape

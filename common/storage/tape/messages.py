@@ -1,12 +1,11 @@
-"""Decodes the messages of a run, and checks each against the subject under which it came.
+"""Decodes the messages of a run, and checks each message against its subject. Pure.
 
 Servers restrict who may publish on a subject, so the subject proves who sent the message. A body
-that names somebody else is refused here, once for all readers. Pure.
+that names another learner, run or fragment than the subject is refused.
 
 Messages that are too long are dropped undecoded. A manifest holds each block of its fragment once,
-so it has at most as many shards and slices as the fragment has blocks. A message longer than such a
-manifest with the longest names and numbers cannot be valid; every reader of the tape knows that
-from its length alone.
+so it has at most as many shards and slices as the fragment has blocks. A message that is longer
+than such a manifest with the longest names and numbers cannot be valid.
 """
 
 from collections.abc import Mapping
@@ -45,12 +44,14 @@ _BODIES: Mapping[names.Kind, type[wire.Body]] = {
 
 
 def decode(subject: str, payload: bytes) -> wire.Body:
-    """Decodes the message that came under `subject`, to the class that belongs to the subject.
+    """Decodes a message to the class of `wire` that belongs to its subject.
 
-    Under a record's subject that is a `Record`, or the `RecordPointer` that stands for one.
+    On a record's subject the result is a `Record`, or the `RecordPointer` that stands on the tape
+    for a large record.
 
     Raises:
-        WireError: it cannot be decoded, or names another sender or object than its subject.
+        WireError: the message cannot be decoded, or names another run, learner or fragment than its
+            subject.
     """
     return (_decode_once if len(payload) <= SHORT_BYTES else _decode)(subject, payload)
 
@@ -71,10 +72,10 @@ _decode_once = lru_cache(REMEMBERED)(_decode)
 
 
 def decode_as(expected: type[T], subject: str, payload: bytes) -> T:
-    """Decodes a message whose class the caller knows, like `decode`.
+    """Decodes a message that must be of the class `expected`.
 
     Raises:
-        WireError: as `decode`, or the message is of another kind.
+        WireError: as `decode`, or the message is of another class.
     """
     body = decode(subject, payload)
     if not isinstance(body, expected):
@@ -86,10 +87,10 @@ def decode_as(expected: type[T], subject: str, payload: bytes) -> T:
 
 
 def check_fits(subject: str, body: wire.Body) -> None:
-    """Refuses a body that names another run, learner, fragment or life than its subject.
+    """Compares run, learner, fragment and life in a body with those in its subject.
 
     Raises:
-        WireError: the body names another one.
+        WireError: reason "sender": the body names another one than the subject.
     """
     parsed = names.parse_subject(subject)
     for field in ("run", "learner", "fragment", "life"):
@@ -110,10 +111,12 @@ _NAME = "x" * 40
 
 
 def check_length(layout: Layout, subject: str, size_bytes: int) -> None:
-    """Refuses a message that is longer than any valid one of its subject, given the run's layout.
+    """Refuses a message on an update's subject that is longer than any manifest of the fragment.
+
+    Messages on other subjects are not checked.
 
     Raises:
-        WireError: "oversize".
+        WireError: reason "oversize".
     """
     parsed = names.parse_subject(subject)
     if parsed is None or parsed.kind != "update":
@@ -141,9 +144,9 @@ def manifest_bytes(blocks: int) -> int:
 
 @cache
 def _longest() -> tuple[int, int, int]:
-    """Returns sizes in bytes: a manifest without shards, a shard with one slice, a further slice.
+    """Returns the greatest sizes in bytes of three parts of a manifest.
 
-    Each is the longest of its kind.
+    The parts are a manifest without shards, a shard with one slice, and a further slice.
     """
     great, axes = wire.GREATEST, (wire.GREATEST,) * wire.MAX_AXES
     box = wire.Slice(start=great, shape=axes, strides=axes)

@@ -1,7 +1,7 @@
-"""The data positions of learners of earlier epochs, however many there are.
+"""The data positions at which learners of earlier epochs continue, in batches.
 
-A specification holds the positions itself, or names an object with them if there are more than
-`wire.MAX_KEYS`, the most that a message's map holds.
+A specification holds the positions itself, or names an object that holds them if there are more
+than `wire.MAX_KEYS`, the most entries of a message's map.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from diloco.common.storage.store.protocol import get_object
 
 
 def entries(positions: Mapping[str, int]) -> tuple[wire.DataPosition, ...]:
-    """Returns positions as a list, which can be longer than a message's map."""
+    """Returns `positions` (learner -> position) as a list, sorted by the learners' names."""
     return tuple(
         wire.DataPosition(learner=learner, position=position)
         for learner, position in sorted(positions.items())
@@ -20,14 +20,18 @@ def entries(positions: Mapping[str, int]) -> tuple[wire.DataPosition, ...]:
 
 
 def by_learner(listed: tuple[wire.DataPosition, ...]) -> dict[str, int]:
-    """Returns data positions by learner, from the list that `entries` makes."""
+    """Returns learner -> position, from a list that `entries` made."""
     return {one.learner: one.position for one in listed}
 
 
 def store_positions(
     store: ObjectStore, run: str, epoch: int, listed: tuple[wire.DataPosition, ...]
 ) -> wire.ObjectRef:
-    """Stores the positions object of an epoch; returns the reference for its specification."""
+    """Stores the positions object of an epoch; returns the reference for the specification.
+
+    Raises:
+        StoreError: as `ObjectStore.put`.
+    """
     data = wire.encode(wire.Positions(run=run, data_positions=listed))
     ref = wire.ObjectRef(
         name=names.positions_object(run, epoch, shards.digest(data)),
@@ -39,10 +43,10 @@ def store_positions(
 
 
 def read_positions(store: ObjectStore, specification: wire.Specification) -> Mapping[str, int]:
-    """Returns the data positions at the beginning of an epoch: by learner, in batches.
+    """Returns learner -> data position, in batches, at the beginning of the specification's epoch.
 
     Raises:
-        IntegrityError, WireError: the object is not what the specification names.
+        IntegrityError, WireError: the positions object is damaged.
         ObjectMissingError, StoreUnavailableError: as `ObjectStore.get`.
     """
     if specification.positions_object is None:

@@ -1,7 +1,7 @@
 """Reads a run's tape from beginning to end, one message in memory at a time.
 
-A message that cannot be decoded does not end the reading: it becomes an item, and the caller
-decides what it means. `read_message` is for messages that the caller has already.
+Each message becomes an `Item`. A message that cannot be decoded does not end the reading: it
+becomes an `InvalidMessage` or an `Unreadable`, and the caller decides what follows.
 """
 
 import asyncio
@@ -34,9 +34,11 @@ class Entry(NamedTuple):
     """A decoded message of the tape.
 
     Attributes:
-        body: of the class that belongs to its subject; never a `RecordPointer`.
-        size_bytes: size of the message without its subject.
-        stored: the object that holds its body, if the body is too large for the tape.
+        seq: the message's stream sequence.
+        time_s: when the stream stored the message, in seconds since the epoch.
+        body: the message, of the class that belongs to its subject; never a `RecordPointer`.
+        size_bytes: size of the message on the tape, without its subject.
+        stored: the object that holds a record that is too large for the tape; else None.
         raw: the bytes from which the body was decoded.
     """
 
@@ -50,9 +52,12 @@ class Entry(NamedTuple):
 
 
 class InvalidMessage(NamedTuple):
-    """A message that breaks the protocol, or names another sender than its subject.
+    """A message, not on a record's subject, that breaks the protocol or contradicts its subject.
 
-    Under an update's subject its bytes count against the sender's allowance.
+    The bytes of such a message on an update's subject count against the sender's allowance.
+
+    Attributes:
+        why: a sentence with the fault.
     """
 
     seq: int
@@ -63,7 +68,12 @@ class InvalidMessage(NamedTuple):
 
 
 class Unreadable(NamedTuple):
-    """A record that is damaged, or whose body is damaged or gone."""
+    """A record that cannot be read: its message is damaged, or its object is damaged or gone.
+
+    Attributes:
+        why: a sentence with the fault.
+        stored: the object that should hold the record; None if the message is damaged.
+    """
 
     seq: int
     time_s: float
@@ -82,15 +92,22 @@ class Extent:
 
     Garbage collection trims the tape: before `whole_from` only the last messages of subjects and
     the last records of fragments are left.
+
+    Attributes:
+        whole_from: the first message after the last gap; 1: no message of the tape is missing,
+            whatever the tape's first sequence.
+        whole_s: when that message was stored, in seconds since the epoch; 0 without a gap.
+        last_seq: the last message that was read; 0: none.
+        last_s: when the last message was stored.
     """
 
-    whole_from: int = 1  # 1: no message of the tape is missing, whatever its first sequence
+    whole_from: int = 1
     whole_s: float = 0.0
     last_seq: int = 0
     last_s: float = 0.0
 
     def take(self, item: Item) -> None:
-        """Extends the extent by the next item of the tape."""
+        """Adds the next item of the tape, in the tape's order."""
         if item.seq != self.last_seq + 1 and (self.last_seq or not begins_tape(item.seq)):
             self.whole_from, self.whole_s = item.seq, item.time_s
         self.last_seq, self.last_s = item.seq, item.time_s
@@ -99,9 +116,9 @@ class Extent:
 async def messages_of(
     bus: Bus, stream: str, subjects: list[str], start_seq: int = 1
 ) -> AsyncIterator[Message]:
-    """Yields every message that a stream holds now, from `start_seq` on.
+    """Yields the messages of `subjects` that a stream holds now, from `start_seq` on; then ends.
 
-    The stream's newest message must exist and match one of `subjects`, as on any tape.
+    The stream's newest message must match one of `subjects`.
 
     Raises:
         StreamMissingError: there is no such stream.
@@ -136,7 +153,7 @@ async def read_tape(context: RunContext, start_seq: int = 1) -> AsyncIterator[It
 
 
 async def read_item(context: RunContext, message: Message) -> Item:
-    """Decodes a message of the tape; reads a record's body from its object if it is stored there.
+    """Decodes a message of the tape; reads a large record from the object that the message names.
 
     Raises:
         StoreUnavailableError: the body cannot be read now.
@@ -148,7 +165,9 @@ async def read_item(context: RunContext, message: Message) -> Item:
 
 
 def read_message(message: Message, store: ObjectStore, layout: Layout) -> Item:
-    """Does the same as `read_item`; blocks while a record's body is read.
+    """Decodes a message of the tape as `read_item` does, for callers that may block.
+
+    Reading a large record from the store blocks.
 
     Raises:
         StoreUnavailableError: the body cannot be read now.
@@ -160,7 +179,7 @@ def read_message(message: Message, store: ObjectStore, layout: Layout) -> Item:
 
 
 def _decoded(message: Message, layout: Layout) -> Item:
-    """Decodes a message as it is on the tape; a large record as its pointer."""
+    """Decodes a message as it is on the tape: for a large record the body is its pointer."""
     subject, seq, time_s, payload, msg_id = message
     try:
         check_length(layout, subject, len(payload))
@@ -177,7 +196,7 @@ def _decoded(message: Message, layout: Layout) -> Item:
 
 
 def _with_body(entry: Entry, pointer: wire.RecordPointer, store: ObjectStore) -> Item:
-    """Replaces a pointer's entry by the entry of the record that it points to."""
+    """Returns the entry with the record that `pointer` names as its body, or an `Unreadable`."""
     try:
         raw = get_object(store, pointer.body)
         record = record_of(entry.subject, raw)

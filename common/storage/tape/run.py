@@ -40,7 +40,12 @@ T = TypeVar("T", bound=wire.Body)
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """The objects of a run that all parts of one daemon share."""
+    """The objects of a run that all modules of one daemon share.
+
+    Attributes:
+        settings: the settings of the specification; `effective_settings` returns later changes.
+        epoch: the epoch of the tape that the daemon works on.
+    """
 
     settings: RunSettings
     layout: Layout
@@ -57,24 +62,25 @@ class RunContext:
 
     @property
     def tape(self) -> str:
-        """The name of the run's stream of events."""
+        """The name of the run's tape, a stream."""
         return names.tape_stream(self.run)
 
 
 async def publish_once(
     context: RunContext, what: str, publish: Callable[[str], Awaitable[int]]
 ) -> int:
-    """Publishes a message exactly once, whatever is lost on the way; returns its sequence.
+    """Publishes a message exactly once; returns its stream sequence.
 
-    The message id is random; if somebody else has used it, another id is tried.
+    Transient faults are retried under the same random message id, so that an attempt whose answer
+    was lost is not stored twice. If another message has this id already, a new id is tried.
 
     Args:
         context: the run's context.
         what: describes the attempt, for the log.
-        publish: makes one attempt, under the message id that it gets.
+        publish: makes one attempt, with the message id that it is given; returns the sequence.
 
     Raises:
-        DilocoError: a fault that retrying does not cure.
+        DilocoError: a permanent fault.
     """
     msg_id = context.runtime.new_id()
 
@@ -108,7 +114,11 @@ async def load_specification(bus: Bus, run: str) -> wire.Specification:
 
 
 async def await_specification(bus: Bus, run: str, within_s: float) -> wire.Specification:
-    """Waits up to `within_s` seconds for the run to be created; returns its specification."""
+    """Waits up to `within_s` seconds for the run to be created; returns the run's specification.
+
+    Raises:
+        RunMissingError: there is no such run after that time.
+    """
     until_s = time.monotonic() + within_s
     while True:
         if time.monotonic() >= until_s or await _is_created(bus, run):
@@ -128,9 +138,9 @@ async def _is_created(bus: Bus, run: str) -> bool:
 
 
 async def first_message(context: RunContext, subject: str, start_seq: int = 1) -> Message:
-    """Returns the first message of `subject` from `start_seq` on; there must be one.
+    """Returns the first message of `subject` from `start_seq` on; waits until there is one.
 
-    It is found by `read`, as a `last` from a replica that lags behind could miss it.
+    The message is found by `Bus.read`, as the answer of `Bus.last` could be stale.
     """
     messages = context.bus.read(context.tape, [subject], start_seq)
     async with contextlib.aclosing(messages):  # type: ignore[type-var]
@@ -140,9 +150,10 @@ async def first_message(context: RunContext, subject: str, start_seq: int = 1) -
 async def messages_up_to(
     context: RunContext, subjects: Sequence[str], last_seq: int, start_seq: int = 1
 ) -> AsyncIterator[Message]:
-    """Yields messages of `subjects` in order, until one has sequence `last_seq` or higher.
+    """Yields messages of `subjects` in order, up to the first with sequence `last_seq` or higher.
 
-    They come from `read`, so a replica that lags behind leaves none out.
+    Waits for such a message if there is none yet. The messages come from `Bus.read`, so that none
+    is left out because a replica lags behind.
     """
     messages = context.bus.read(context.tape, [*subjects], start_seq)
     async with contextlib.aclosing(messages):  # type: ignore[type-var]
@@ -153,7 +164,7 @@ async def messages_up_to(
 
 
 async def has_ended(bus: Bus, run: str) -> bool:
-    """True if the run's end is on the tape: then no update is merged any more."""
+    """True if the run's end message is on the tape, after which no update is merged."""
     return await bus.last(names.tape_stream(run), names.end(run)) is not None
 
 
@@ -165,7 +176,7 @@ def changed_settings(created: RunSettings, message: wire.Settings) -> RunSetting
         message: the change.
 
     Raises:
-        WireError: it changes a setting that no run can change.
+        WireError: reason "settings": the message changes a setting that no run can change.
     """
     try:
         changed = parse_settings(message.settings)
@@ -176,19 +187,28 @@ def changed_settings(created: RunSettings, message: wire.Settings) -> RunSetting
 
 
 def parse_changed(created: RunSettings, message: Message) -> RunSettings:
-    """Decodes a message that changes settings, and returns the result of `changed_settings`.
+    """Decodes a message that changes settings; returns the settings after the change.
+
+    Args:
+        created: the settings of the specification.
+        message: the message on the tape.
 
     Raises:
-        WireError: as `changed_settings`, or the message cannot be decoded.
+        WireError: the message cannot be decoded, or changes a setting that no run can change.
     """
     said = decode_as(wire.Settings, message.subject, message.payload)
     return changed_settings(created, said)
 
 
 async def effective_settings(context: RunContext) -> tuple[RunSettings, int]:
-    """Returns the settings that the run follows from each fragment's next version on.
+    """Returns the settings that apply from each fragment's next version on.
 
-    The second value is the stream sequence of the message that set them; 0: the specification.
+    The second value is the stream sequence of the message with these settings; 0 if no message has
+    changed those of the specification.
+
+    Raises:
+        WireError: as `parse_changed`.
+        BusError: as `Bus.last`.
     """
     last = await context.bus.last(context.tape, names.settings(context.run))
     if last is None:
@@ -197,7 +217,7 @@ async def effective_settings(context: RunContext) -> tuple[RunSettings, int]:
 
 
 async def settings_at(context: RunContext, settings_seq: int) -> RunSettings:
-    """Returns the settings that the message at `settings_seq` put in force; 0: the specification's.
+    """Returns the settings in the message at `settings_seq`; for 0 those of the specification.
 
     Raises:
         IntegrityError: there is no such message.
@@ -219,9 +239,9 @@ async def data_position(
     last: Callable[[str], Awaitable[Message | None]] | None = None,
     earlier: Mapping[str, int] | None = None,
 ) -> int:
-    """Returns the data position of a learner, in batches: after all that its messages cover.
+    """Returns the data position of a learner, in batches: the highest that `data_reached` returns.
 
-    Takes the arguments of `data_reached`.
+    The arguments are those of `data_reached`.
     """
     return max((await data_reached(context, learner, last, earlier)).values())
 
@@ -232,14 +252,16 @@ async def data_reached(
     last: Callable[[str], Awaitable[Message | None]] | None = None,
     earlier: Mapping[str, int] | None = None,
 ) -> dict[int | None, int]:
-    """Returns, by fragment, the data position that a learner's updates reach, in batches.
+    """Returns fragment -> the data position, in batches, that a learner's messages about it reach.
 
-    The key None has the position of the learner's leave messages, and of earlier tapes.
+    These messages are updates of the fragment, and leaves that list it; a fragment without any has
+    no entry. The key None has the position that holds for all fragments: that of leaves that end a
+    life, or of earlier epochs.
 
     Args:
         context: the run's context.
         learner: the learner's name.
-        last: returns a subject's last message; if None, `Bus.last`, which may be stale.
+        last: returns a subject's last message; if None, `Bus.last`, whose answers may be stale.
         earlier: positions of earlier epochs, by learner; if None, those of the specification.
     """
     run = context.run
@@ -263,7 +285,12 @@ async def data_reached(
 
 
 def note_reached(found: dict[int | None, int], said: wire.Manifest | wire.Leave) -> None:
-    """Adds the data position of an update, or of a leave, to those that `data_reached` returns."""
+    """Raises positions in `found`, a result of `data_reached`, to the position in a message.
+
+    Args:
+        found: changed in place.
+        said: an update's manifest, or a leave, of the same learner.
+    """
     fragments: tuple[int | None, ...] = (None,)
     if isinstance(said, wire.Manifest):
         fragments = (said.fragment,)
@@ -274,9 +301,9 @@ def note_reached(found: dict[int | None, int], said: wire.Manifest | wire.Leave)
 
 
 async def earlier_positions(context: RunContext) -> Mapping[str, int]:
-    """Returns each learner's data position at the beginning of this epoch, in batches.
+    """Returns learner -> data position at the beginning of this epoch, in batches.
 
-    Retries while the store is unreachable or lags.
+    Retries while the store is unreachable, or does not show the positions object yet.
     """
     first = await first_message(context, names.spec(context.run))
     specification = decode_as(wire.Specification, first.subject, first.payload)
@@ -297,9 +324,9 @@ async def _last(context: RunContext, subject: str) -> Message | None:
 
 
 async def _sequences(context: RunContext, newest: Message | None) -> list[int]:
-    """Returns the sequences of the joins of the subject of `newest`, up to `newest`.
+    """Returns the sequences of a learner's readable joins, the last one being `newest`.
 
-    Unreadable messages supersede nobody; aggregators ignore them too.
+    Unreadable joins supersede no life; aggregators ignore them too.
     """
     if newest is None:
         return []
@@ -309,17 +336,17 @@ async def _sequences(context: RunContext, newest: Message | None) -> list[int]:
 async def _readable(
     context: RunContext, kind: type[T], newest: Message
 ) -> AsyncIterator[tuple[T, int]]:
-    """Yields the readable messages of the subject of `newest`, up to it, with their sequences."""
+    """Yields (message, sequence) of the readable messages of one subject, up to `newest`."""
     async for message in messages_up_to(context, [newest.subject], newest.seq):
         with contextlib.suppress(WireError):
             yield decode_as(kind, message.subject, message.payload), message.seq
 
 
 async def _position_of(context: RunContext, newest: Message, joins: Sequence[int]) -> int:
-    """Returns the position in a subject's last update, or the highest of all that count.
+    """Returns the position in a subject's last manifest, `newest`, or the highest of earlier ones.
 
-    The last one does not count if it is unreadable, if a newer life had superseded its sender, or
-    if its sender had outlived its tape; an earlier one may then have the position.
+    Manifests that are unreadable, or that cannot be merged (`may_be_merged`), do not count. Only if
+    `newest` does not count, the earlier manifests are read.
     """
     try:
         said = decode_as(wire.Manifest, newest.subject, newest.payload)
@@ -338,7 +365,14 @@ async def _position_of(context: RunContext, newest: Message, joins: Sequence[int
 def may_be_merged(
     context: RunContext, said: wire.Manifest | wire.Leave, seq: int, joins: Sequence[int]
 ) -> bool:
-    """True if a message's life began on this tape, and no newer one had superseded it."""
+    """True unless a message is void: its life is of an earlier tape, or was superseded before.
+
+    Args:
+        context: the run's context.
+        said: the message.
+        seq: the message's stream sequence.
+        joins: the sequences of the learner's joins, which are its lives' numbers.
+    """
     if isinstance(said, wire.Manifest):
         of_this_tape = said.epoch == context.epoch
     else:
@@ -351,7 +385,9 @@ async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, 
 
     Raises:
         RunIncompleteError: the fragment has no record: creating the run has not finished.
-        IntegrityError: the record was made for another layout, or its body is gone.
+        IntegrityError: the record was made for another layout, or its object is damaged or gone.
+        NewTapeError: the record is of another epoch.
+        WireError: the record is damaged.
     """
     missed = 0
     while True:
@@ -376,9 +412,9 @@ async def read_record(context: RunContext, message: Message) -> wire.Record:
     """Returns the record in a message of the tape, or in the object that the message names.
 
     Raises:
-        WireError: the message is no record, or not of its subject.
-        IntegrityError: another layout, or the object is not what the message names.
-        RunMismatchError: another epoch.
+        WireError: the message is no record, or names another run or fragment than its subject.
+        IntegrityError: the record is of another layout, or the object is damaged.
+        NewTapeError: the record is of another epoch.
         ObjectMissingError: the object is gone, which is harmless if newer records follow.
     """
     found = decode(message.subject, message.payload)
@@ -391,20 +427,20 @@ async def read_record(context: RunContext, message: Message) -> wire.Record:
 
 
 def record_in(store: ObjectStore, subject: str, pointer: wire.RecordPointer) -> wire.Record:
-    """Reads the record that a message points to from its object.
+    """Reads a record from the object that `pointer`, a message of `subject`, names.
 
     Raises:
-        WireError: it is no record, or not of its subject.
+        WireError: the object holds no record, or one of another run or fragment.
         IntegrityError, ObjectMissingError: the object is damaged or gone.
     """
     return record_of(subject, get_object(store, pointer.body))
 
 
 def record_of(subject: str, body: bytes) -> wire.Record:
-    """Decodes the body of an object to which a message of `subject` points.
+    """Decodes the record in the bytes of an object that a message of `subject` names.
 
     Raises:
-        WireError: it is no record, or not of its subject.
+        WireError: the bytes hold no record, or one of another run or fragment.
     """
     record = wire.decode(wire.Record, body)
     check_fits(subject, record)
@@ -412,11 +448,11 @@ def record_of(subject: str, body: bytes) -> wire.Record:
 
 
 def check_record(context: RunContext, found: wire.Record) -> None:
-    """Refuses a record of another epoch or layout than this process began with.
+    """Refuses a record of another epoch or layout than those of `context`.
 
     Raises:
-        IntegrityError: another layout.
-        NewTapeError: another epoch.
+        IntegrityError: the record has another layout.
+        NewTapeError: the record has another epoch, as the run was resumed on a new tape.
     """
     if found.epoch != context.epoch:
         raise NewTapeError(
@@ -432,9 +468,12 @@ def check_record(context: RunContext, found: wire.Record) -> None:
 
 
 class Recorded(NamedTuple):
-    """A record with its stream sequence and the time when it was stored (seconds since the epoch).
+    """A record as it is on the tape.
 
-    `body`: the object that holds the record, if it is too large for the tape.
+    Attributes:
+        record_seq: the record's stream sequence.
+        stored_at_s: when the stream stored the record, in seconds since the epoch.
+        body: the object that holds the record, if the record is too large for the tape; else None.
     """
 
     record: wire.Record
@@ -451,12 +490,13 @@ async def records_of(
 ) -> AsyncIterator[Recorded]:
     """Yields a fragment's records, from the oldest that the tape still has to the newest now.
 
-    Skips records before `start_seq`, and those that garbage collection removes meanwhile. For any
-    other record that cannot be read, `unreadable` is called if given; else an error is raised.
+    Skips records before `start_seq`, and records that garbage collection removes meanwhile. For any
+    other record that cannot be read, `unreadable` is called; if it is None, an error is raised.
 
     Raises:
-        NewTapeError, IntegrityError: as `last_record`.
-        WireError, IntegrityError, ObjectMissingError: a record that stays cannot be read.
+        DilocoError: as `last_record`.
+        WireError, IntegrityError, ObjectMissingError: a record that is still on the tape cannot be
+            read.
     """
     _, newest_seq = await last_record(context, fragment)
     if start_seq > newest_seq:
@@ -478,15 +518,15 @@ async def records_of(
 
 
 async def _stands(context: RunContext, subject: str, seq: int) -> bool:
-    """True if the tape still has the message at `seq` of a subject that has later messages."""
+    """True if the tape still has the message at `seq`; its subject must have later messages."""
     return (await first_message(context, subject, seq)).seq == seq
 
 
 def record_digest(record: wire.Record) -> str:
-    """Returns a record's digest, by which the next record of its fragment names it.
+    """Returns a record's digest, which the fragment's next record has in `previous`.
 
-    It covers the fields that the record's maker wrote, so not those that later releases added, nor
-    `outer_seq`, which is unknown until the record has a sequence.
+    The digest covers the fields that the record's maker wrote, so not fields that later releases
+    added, nor `outer_seq`, which is unknown until the record has a sequence.
     """
     fields = record.model_dump(exclude_unset=True, exclude={"outer_seq"})
     packed: bytes = msgpack.packb(fields)

@@ -1,6 +1,6 @@
-"""The connection that a bus keeps up: one link at a time, replaced when it is lost.
+"""The connection that a bus keeps up: one `Link` at a time, replaced when the link is lost.
 
-Also the requests about a stream's settings and state, and the headers of its messages.
+Also requests about a stream's settings and state, and the headers of messages.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Connection:
-    """Keeps a link to the servers up until `close`.
+    """Keeps one link to the servers open until `close`: replaces a lost link by a new one.
 
     Args:
         address: the servers' address and the client's credentials.
@@ -62,7 +62,7 @@ class Connection:
         """Returns the present link.
 
         Raises:
-            BusError: there is none; the error states why.
+            BusError: there is no link now; the error states why.
         """
         if self.closed:
             raise BusError("this bus is closed")
@@ -72,7 +72,7 @@ class Connection:
         return self.link
 
     async def wait_linked(self, pause: Pause) -> None:
-        """Waits for `pause`, and then until there is a link.
+        """Sleeps for the next pause of `pause`, and then waits until there is a link.
 
         Raises:
             BusError: the server refuses this client.
@@ -86,11 +86,11 @@ class Connection:
                     await self._linked.wait()
 
     async def call(self, subject: str, make: Callable[[JetStreamContext], Awaitable[T]]) -> T:
-        """Runs one request over the link, and raises its failure as one of this project's errors.
+        """Makes one request over the present link, and returns its result.
 
         Args:
             subject: the subject that the server names if it denies the request.
-            make: makes the request.
+            make: makes the request with nats-py's JetStream context.
 
         Raises:
             BusUnavailableError: there is no link, or no answer within `CALL_TIMEOUT_S`.
@@ -127,7 +127,7 @@ class Connection:
             call.cancel()
 
     async def _keep_linked(self, link: Link) -> None:
-        """Replaces the link whenever it is lost."""
+        """Waits until the link is lost, and opens a new one, for ever."""
         while True:
             await link.wait_lost()
             self.link = None
@@ -173,13 +173,18 @@ MOST_READERS = 65_536
 
 
 async def stream_info(connection: Connection, stream: str) -> api.StreamInfo:
-    """Asks a stream's leader for the stream's settings and state."""
+    """Asks a stream's leader for the stream's settings and state.
+
+    Raises:
+        StreamMissingError: there is no such stream.
+        BusError, BusUnavailableError: as `Connection.call`.
+    """
     asked = f"{connection.address.api}.STREAM.INFO.{stream}"
     return await connection.call(asked, lambda js: js.stream_info(stream))
 
 
 async def stream_names(connection: Connection) -> list[str]:
-    """Returns the names of all streams, which the server sends in pages."""
+    """Returns the names of all streams, in the server's order."""
     asked, found = f"{connection.address.api}.STREAM.LIST", list[str]()
 
     def next_page(js: JetStreamContext) -> Awaitable[list[api.StreamInfo]]:
@@ -194,14 +199,14 @@ async def stream_names(connection: Connection) -> list[str]:
 async def store(
     connection: Connection, subject: str, payload: bytes, headers: dict[str, str]
 ) -> api.PubAck:
-    """Appends a message to the stream that stores `subject`; returns the server's answer."""
+    """Appends a message to the stream that stores `subject`; returns the acknowledgement."""
     return await connection.call(
         subject, lambda js: js.publish(subject, payload, headers=headers or None)
     )
 
 
 def asked_by(msg_id: str | None, expected_last: int | None, ttl_s: float | None) -> dict[str, str]:
-    """Returns the headers that ask the server to check id and last sequence, and set the TTL."""
+    """Returns the headers that make the server apply `Bus.publish`'s arguments; None: no header."""
     headers: dict[str, str] = {}
     if msg_id is not None:
         headers[api.Header.MSG_ID.value] = msg_id
@@ -213,7 +218,7 @@ def asked_by(msg_id: str | None, expected_last: int | None, ttl_s: float | None)
 
 
 def says_time(headers: dict[str, str] | None) -> bool:
-    """True if a header states the time of storing: the message was imported, or is forged."""
+    """True if a header states when the message was first stored: by an importer, or forged."""
     return STORED_AT in (headers or {})
 
 
@@ -227,8 +232,9 @@ def message_of(
 ) -> Message:
     """Returns a message as it was first published, here or in the stream that was exported.
 
-    Up to sequence `imported_to` the importer wrote the header with the time. In later messages a
-    sender may have written it, so it is ignored; the other arguments are as the server gave them.
+    Up to sequence `imported_to` an importer wrote the header with the time, which replaces
+    `time_s`. In later messages a sender may have written the header, so it is ignored. The other
+    arguments are as the server gave them.
     """
     known = headers or {}
     imported = seq <= imported_to and STORED_AT in known

@@ -23,7 +23,9 @@ _Entry = tuple[int, str, bytes, dict[str, str]]
 
 
 async def imported_to(connection: Connection, stream: str) -> int:
-    """Returns the sequence up to which a stream was imported; 0 if not, or if that may not be read.
+    """Returns the sequence up to which a stream was imported; 0: not imported, or not known.
+
+    Credentials without the right to a stream's settings get 0.
 
     Raises:
         BusUnavailableError: no answer.
@@ -41,7 +43,8 @@ async def mark_imported(connection: Connection, config: api.StreamConfig, last_s
     """Marks messages up to `last_seq` as imported: readers then trust the times in their headers.
 
     Raises:
-        BusError, BusUnavailableError: the server refuses, or does not answer.
+        BusError: the server refuses.
+        BusUnavailableError: no answer.
     """
     marked = config.evolve(metadata={_IMPORTED_TO: str(last_seq)})
     await connection.call(
@@ -57,9 +60,14 @@ async def fill(
     messages: Iterable[Message],
     first_seq: int,
 ) -> int:
-    """Publishes `messages` to an empty stream from `first_seq` on, under their own sequences.
+    """Publishes `messages` to an empty stream, each at its exported sequence; returns their number.
 
-    Returns the number of messages.
+    Args:
+        connection: the connection to the servers.
+        stream: the empty stream.
+        subjects: the stream's subject patterns.
+        messages: the exported messages, in order.
+        first_seq: the sequence that the stream gives to its first message.
 
     Raises:
         BusError: the server refuses a message, or somebody else published meanwhile.
@@ -87,7 +95,11 @@ async def fill(
 
 
 async def _append(connection: Connection, batch: list[_Entry]) -> None:
-    """Publishes a batch in order, and empties it."""
+    """Publishes the messages of a batch in order, and empties the batch.
+
+    Raises:
+        BusError: a message got another sequence than its own.
+    """
     sent = [store(connection, subject, payload, headers) for _, subject, payload, headers in batch]
     for (seq, subject, *_), stored in zip(batch, await asyncio.gather(*sent), strict=True):
         if stored.seq != seq:

@@ -1,4 +1,4 @@
-"""One connection to a server, from its making to its loss.
+"""One connection to a server, from its opening until it is lost or closed.
 
 Turns the errors of nats-py and of the server into this project's errors.
 """
@@ -48,7 +48,12 @@ _STREAM_FULL = (10077, "maximum bytes exceeded")
 
 
 class RefusedError(BusError):
-    """The server answered with an error, whose number is `err_code`."""
+    """The server answered with an error.
+
+    Attributes:
+        err_code: the server's number of the error; 0: none.
+        no_message: True if the error says that no message was found.
+    """
 
     err_code = 0
     no_message = False
@@ -68,7 +73,7 @@ def vendor_errors(subject: str) -> Iterator[None]:
 
 
 def ours(error: nats.errors.Error, subject: str) -> BusError:
-    """Returns this project's error for one of nats-py's, which says whether to retry."""
+    """Returns this project's error for an error of nats-py that a request on `subject` raised."""
     text = f"{subject!r}: {error}"
     if isinstance(error, NoStreamResponseError | nats.errors.NoRespondersError):
         return SubjectUntakenError(
@@ -102,7 +107,7 @@ def ours(error: nats.errors.Error, subject: str) -> BusError:
 
 
 def _hint(err_code: int | None) -> str | None:
-    """Returns the advice for an error code of the server; None if there is none."""
+    """Returns the advice for an error code of the server; None if there is no advice."""
     if err_code in _NO_ROOM:
         return "the server's disk, or its limit for streams, is full: runbooks/disk-full.md"
     if err_code == TOO_MANY_READERS:
@@ -117,7 +122,16 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
 
 
 class Address(NamedTuple):
-    """The servers' URL and the client's credentials."""
+    """The servers' URL and the client's credentials.
+
+    Attributes:
+        url: one server or several, joined by ','.
+        name: the client's name in the server's monitoring.
+        credentials: the credentials file; None: no credentials.
+        inbox_prefix: first tokens of the subjects of answers.
+        api: the prefix of JetStream's API subjects, such as "$JS.API".
+        tls_ca: file with the certificates that sign the servers'; None: the system's.
+    """
 
     url: str
     name: str
@@ -127,13 +141,21 @@ class Address(NamedTuple):
     tls_ca: Path | None
 
     def tls(self) -> ssl.SSLContext | None:
-        """Returns the TLS context to check the server with; None if TLS is not asked for."""
+        """Returns the TLS context that verifies the server; None if TLS is not asked for.
+
+        Raises:
+            OSError: the file `tls_ca` cannot be read, or has no certificates.
+        """
         if self.tls_ca is None and not self.url.startswith("tls://"):
             return None
         return ssl.create_default_context(cafile=self.tls_ca)
 
     def identity(self) -> dict[str, Any]:
-        """Reads the credentials and returns them as arguments of nats-py's `connect`."""
+        """Reads the credentials file; returns the arguments with them for nats-py's `connect`.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
         if self.credentials is None:
             return {}
         own = load_credentials(self.credentials)
@@ -147,20 +169,20 @@ class Address(NamedTuple):
 
 
 class Pause:
-    """Growing pauses between attempts, with jitter so that not all clients reconnect at once."""
+    """Growing pauses between attempts, with jitter so that clients reconnect at different times."""
 
     def __init__(self) -> None:
         self._next_s = _PAUSE_MIN_S
         self._rng = random.Random()  # noqa: S311 - jitter, no secret
 
     async def wait(self, at_most_s: float = math.inf) -> None:
-        """Sleeps for the next pause."""
+        """Sleeps for the next pause, at most `at_most_s` seconds."""
         pause_s = self._next_s * self._rng.uniform(0.5, 1.5)
         self._next_s = min(self._next_s * 2, _PAUSE_MAX_S)
         await asyncio.sleep(min(pause_s, at_most_s))
 
     def reset_after(self, good_s: float) -> None:
-        """Returns to short pauses if all was well for longer than the longest pause."""
+        """Begins with the shortest pause again if `good_s`, seconds without a fault, are enough."""
         if good_s > _PAUSE_MAX_S:
             self._next_s = _PAUSE_MIN_S
 
@@ -211,9 +233,10 @@ _CLOSE_S = 2.0
 class _Client(Client):
     """nats-py's client, which reads a server's refusal before it writes on into a broken TLS pipe.
 
-    It also survives headers and subjects that a sender has malformed: unreadable headers become
-    None, and bytes of a subject that are no text become replacement characters. nats-py would drop
-    the connection, so that one stored message would end every connection that reads it.
+    This client also survives headers and subjects that a sender has malformed: unreadable headers
+    become None, and bytes of a subject that are no text become replacement characters. nats-py
+    would drop the connection, so that one stored message would end every connection that reads the
+    message.
     """
 
     async def _process_headers(self, headers: Any) -> dict[str, str] | None:
@@ -249,7 +272,16 @@ class _Client(Client):
 
 
 class Link:
-    """One connection, from its making to its loss."""
+    """One connection, from its opening until it is lost or closed.
+
+    Attributes:
+        lost: set once the connection is lost or closed.
+        client: nats-py's client.
+        js: nats-py's JetStream context of that client.
+        api: the prefix of JetStream's API subjects.
+        queues: queues that get None when the link is lost.
+        waiting: functions that are called when the link is lost.
+    """
 
     def __init__(self, address: Address) -> None:
         self.lost = asyncio.Event()
@@ -316,7 +348,7 @@ class Link:
             await cancel(connecting)
 
     async def close(self) -> None:
-        """Sends queued data and closes; takes at most a few seconds, and never raises."""
+        """Sends queued data and closes the connection, within a few seconds; never raises."""
         self._mark_lost()
         # nats-py raises AssertionError if the client never reached a connection. A separate task,
         # as nats-py may swallow a cancellation, and then wait on for a peer that is gone.
@@ -345,7 +377,10 @@ class Link:
         self._mark_lost()
 
     def denial(self, subject: str, since: float) -> BusError | None:
-        """Returns an error if the server has denied `subject` or this client's inbox; else None."""
+        """Returns an error if the server has denied `subject` or this client's inbox; else None.
+
+        Denials of `subject` before `since`, a time of the event loop, do not count.
+        """
         inbox = f'subscription to "{self._address.inbox_prefix.lower()}.'
         for time, text in self._denied:
             if (time >= since and f'"{subject.lower()}"' in text) or inbox in text:
@@ -400,9 +435,9 @@ class Link:
 
 
 def _look_at(task: "asyncio.Task[None]") -> None:
-    """Reads the result of one of nats-py's tasks, as asyncio would log an error that nobody read.
+    """Reads the result of a task of nats-py, as asyncio would log an error that nobody has read.
 
-    The loss of the link is noticed elsewhere.
+    `Link.wait_lost` notices the loss of the link.
     """
     if not task.cancelled():
         task.exception()
@@ -417,7 +452,12 @@ def _mark_tls(client: Client) -> None:
 
 
 async def listen_on(link: Link, subject: str) -> AsyncGenerator[tuple[str, bytes], None]:
-    """Yields broadcasts received on `link`; raises BusUnavailableError once the link is lost."""
+    """Yields (subject, payload) of broadcasts that match `subject` and arrive on `link`.
+
+    Raises:
+        BusUnavailableError: the link is lost.
+        BusError: the server does not permit listening to `subject`.
+    """
     queue: asyncio.Queue[Msg | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     since = loop.time()

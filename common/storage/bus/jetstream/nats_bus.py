@@ -72,7 +72,11 @@ _LAST_SEQUENCE = re.compile(r"wrong last sequence: (\d+)")
 
 
 class NatsBus:
-    """A `Bus` over one NATS connection at a time; `connect` makes it."""
+    """A `Bus` on NATS JetStream; `connect` makes one.
+
+    Attributes:
+        name: the client's name in the server's monitoring.
+    """
 
     def __init__(
         self, address: Address, link: Link, own: Credentials | None, *, direct_reads: bool
@@ -133,10 +137,11 @@ class NatsBus:
         expected_last: int | None = None,
         ttl_s: float | None = None,
     ) -> int:
-        """Implements `Bus.publish`; gives up on an answer after `CALL_TIMEOUT_S`.
+        """Implements `Bus.publish`; waits at most `CALL_TIMEOUT_S` for an answer.
 
-        Never repeats by itself: after `BusUnavailableError` call again with the same `msg_id`.
-        After such a repeat, `SwapLostError` may mean that the first attempt won: check with `last`.
+        A failed attempt is not repeated: after `BusUnavailableError` call this method again with
+        the same `msg_id`. `SwapLostError` may then mean that the first call had stored the message:
+        check with `last`.
         """
         check_subject(subject)
         check_ttl(ttl_s, allowed=True)
@@ -156,7 +161,7 @@ class NatsBus:
         return ack.seq
 
     async def _stands(self, stream: str, subject: str, seq: int, payload: bytes) -> bool:
-        """True if the message at `seq` has this subject and this payload.
+        """True if the message at `seq` of `stream` has this subject and this payload.
 
         Raises:
             BusUnavailableError: no answer.
@@ -180,8 +185,8 @@ class NatsBus:
     async def last(self, stream: str, subject: str) -> Message | None:
         """Implements `Bus.last`; the stream's leader answers.
 
-        With `direct_reads` any replica answers; then `subject` must not be a pattern, and a missing
-        stream is not distinguished from a missing message.
+        With `direct_reads` any replica answers; then `subject` must not be a pattern, and the
+        result is None also if there is no such stream.
         """
         direct = self._direct_reads
         check_subject(subject, wildcards=not direct)
@@ -216,7 +221,7 @@ class NatsBus:
         )
 
     async def remove_readers(self, stream: str, prefix: str) -> int:
-        """Removes all readers of `stream` whose names begin with `prefix`; returns their number.
+        """Removes all consumers of `stream` whose names begin with `prefix`; returns their number.
 
         Raises:
             BusUnavailableError: no answer.
@@ -244,9 +249,9 @@ class NatsBus:
     ) -> int:
         """Implements `Bus.restore`.
 
-        A server gives each message its own time and the next sequence. So the old time goes into a
-        header, which readers prefer, and gaps are filled with messages that are then removed.
-        Message ids go into a header of our own too, since a server would drop messages with
+        A server gives each message a new time and the next sequence. So the exported time goes into
+        a header, which readers prefer, and gaps are filled with messages that are then removed. The
+        message id goes into a header of this project, since a server would drop messages with
         repeated ids.
         """
         with contextlib.suppress(StreamMissingError):
@@ -298,7 +303,7 @@ class NatsBus:
                 await cursor.close()
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        """Implements `Bus.broadcast`; drops the message if unconnected or congested."""
+        """Implements `Bus.broadcast`; drops the message if more than 1 MiB is unsent already."""
         check_subject(subject)
         link = self._connection.link
         if link is None or link.client.pending_data_size > _BROADCAST_BACKLOG_BYTES:
@@ -311,8 +316,8 @@ class NatsBus:
     async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
         """Implements `Bus.listen`; ends when the bus closes.
 
-        Yields broadcasts that reach the server after the first `anext`; those sent while the
-        connection is down are missed, and beyond `LISTEN_BACKLOG` unread messages new ones are
+        Yields broadcasts that reach the server after the first `anext`. Broadcasts sent while the
+        connection is down are missed; beyond `LISTEN_BACKLOG` unread messages, new messages are
         dropped.
         """
         check_subject(subject, wildcards=True)
@@ -344,20 +349,21 @@ async def connect(
     inbox_prefix: str | None = None,
     direct_reads: bool = False,
 ) -> NatsBus:
-    """Connects to NATS; afterwards the connection is kept up for ever.
+    """Connects to NATS; the bus that it returns reconnects by itself until it is closed.
 
     Args:
         url: one server or several, joined by ','; it may contain user and password.
         name: the client's name in the server's monitoring and in consumers' names.
         credentials: path of a file of `diloco auth`, or of a `.creds` file of NATS's own tools;
             read at every connection.
-        tls_ca: path of the authority's certificates that sign the server's; the system's if None.
-            Without it, `tls://` asks for TLS, and `nats://` leaves that to the server.
+        tls_ca: path of the certificates (PEM) of the authority that signed the server's. If None,
+            the system's authorities are trusted; `tls://` then asks for TLS, and `nats://` leaves
+            the choice to the server.
         connect_timeout_s: time limit for the first connection, in seconds.
-        inbox_prefix: first tokens of the subjects of answers; if None, those that the
+        inbox_prefix: first tokens of the subjects of answers; if None, the prefix that the
             credentials name, or `_INBOX`.
         direct_reads: let any replica answer `last`, for credentials without the right to
-            `$JS.API.STREAM.MSG.GET`; those of a learner imply it.
+            `$JS.API.STREAM.MSG.GET`; always so with a learner's credentials.
 
     Raises:
         BusUnavailableError: no server answered in time.
@@ -395,11 +401,19 @@ ATTEMPT_S = 5.0
 async def connect_or_wait(
     section: BusSection, role: Role, name: str, runtime: Runtime, logger: log.Logger
 ) -> NatsBus:
-    """Connects to NATS as a learner or an aggregator; waits for as long as no server answers.
+    """Connects to NATS as a learner or an aggregator; tries again until a server answers.
+
+    Args:
+        section: the servers' URL and the credentials.
+        role: the daemon's role.
+        name: the daemon's name.
+        runtime: retries the attempts.
+        logger: the log.
 
     Raises:
         BusError: the server refused the credentials.
-        ConfigError: the URL or the credentials cannot be used, or are another's.
+        ConfigError: the URL or the credentials cannot be used, or are those of another role or
+            learner.
     """
     _check_owner(section, role, name, logger)
 
@@ -416,14 +430,14 @@ async def connect_or_wait(
 
 
 def _check_owner(section: BusSection, role: Role, name: str, logger: log.Logger) -> None:
-    """Refuses credentials that are not this daemon's own, before they are used.
+    """Refuses credentials of another role or learner, before they are used.
 
-    With an aggregator's credentials a learner could join, which supersedes the life that has the
-    name, but could not send updates. An operator's credentials permit everything: the daemon logs
-    a warning and uses them.
+    With an aggregator's credentials a learner could join, which would supersede the life of the
+    learner of that name, but could not send updates. An operator's credentials permit everything:
+    the daemon logs a warning and uses them.
 
     Raises:
-        ConfigError: the credentials are another's.
+        ConfigError: the credentials are those of another role or learner.
     """
     own = None if section.credentials is None else load_credentials(Path(section.credentials))
     if own is None:

@@ -1,4 +1,8 @@
-"""Reads a stream through a pull consumer on the server, and ends at the first irregularity."""
+"""Reads a stream through a pull consumer on the server, until the first irregularity.
+
+An irregularity is a gap in the consumer's numbering, an error status, silence, or a lost link; the
+caller then opens a new cursor at the next sequence.
+"""
 
 import asyncio
 import contextlib
@@ -48,7 +52,16 @@ _PULL_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 
 
 class Cursor:
-    """Reads from one pull consumer; raises `BusUnavailableError` on every irregularity."""
+    """Reads from one pull consumer.
+
+    Args:
+        connection: the connection to the servers.
+        link: the link over which the consumer was made.
+        stream: the stream's name.
+        consumer: the consumer's name.
+        position: the lowest sequence to read.
+        release: called once the consumer's name is free again.
+    """
 
     def __init__(
         self,
@@ -79,7 +92,12 @@ class Cursor:
         return asyncio.get_running_loop().time() - self._made_at
 
     async def next(self) -> Message:
-        """Waits for the next message, however long it takes, and returns it."""
+        """Waits for the next message without a time limit, and returns the message.
+
+        Raises:
+            BusUnavailableError: the consumer or the link is lost, or a message is missing.
+            BusError: reading is not permitted.
+        """
         while True:
             if self._granted == 0:
                 await self._pull()
@@ -92,7 +110,7 @@ class Cursor:
             self._note(headers.get(api.Header.STATUS.value, ""), headers)
 
     async def close(self) -> None:
-        """Removes the consumer, if the connection is still there."""
+        """Removes the consumer if the link is not lost, and frees its name."""
         self._link.queues.discard(self._queue)
         if not self._link.lost.is_set():
             with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
@@ -127,7 +145,11 @@ class Cursor:
         self._batch = min(_GROWTH * self._batch, _PULL_BATCH)
 
     def _note(self, status: str, headers: dict[str, str]) -> None:
-        """Handles a status message of the server about a pull."""
+        """Handles a status message of the server about a pull.
+
+        Raises:
+            BusUnavailableError: the status is neither a heartbeat nor the end of a pull.
+        """
         description = headers.get(api.Header.DESCRIPTION.value, "")
         ended = status in {"404", "408"} or description in _PULL_ENDED
         if ended and headers.get("Nats-Pending-Messages") != "0":
@@ -151,7 +173,11 @@ class Cursor:
         return raw
 
     async def _accept(self, raw: Msg) -> Message:
-        """Checks that no message is missing before `raw`, and returns it decoded."""
+        """Checks that no message is missing before `raw`; returns `raw` as a `Message`.
+
+        Raises:
+            BusUnavailableError: a message is missing.
+        """
         if self._imported_to is None and says_time(raw.headers):
             self._imported_to = await imported_to(self._connection, self._stream)
         seq, consumer_seq, time_ns = _place(raw.reply)
@@ -237,7 +263,7 @@ class Cursors:
         await self._connection.call(asked, lambda js: js.delete_consumer(stream, name))
 
     async def _create(self, stream: str, name: str, subjects: list[str], position: int) -> bool:
-        """Makes a consumer; returns False if there is one of that name already."""
+        """Makes a consumer; returns False if a consumer of that name exists already."""
         api_prefix, path = self._connection.address.api, f"{stream}.{name}"
         asked = f"{api_prefix}.CONSUMER.CREATE.{path}"
         # Permissions to read all subjects name consumers without subjects.
@@ -290,7 +316,11 @@ class Cursors:
             )
 
     async def _check_end(self, stream: str, position: int) -> None:
-        """Refuses a position beyond the end: a server would skip all messages up to it."""
+        """Refuses a position more than one beyond the end: a server would skip the messages before.
+
+        Raises:
+            BusError: the position is too high.
+        """
         if position == 1 or not self._can_see_end:
             return
         try:
@@ -305,7 +335,7 @@ class Cursors:
 
 
 def _place(reply: str) -> tuple[int, int, int]:
-    """Parses a delivery's reply subject: stream sequence, consumer sequence, time in ns."""
+    """Returns stream sequence, consumer sequence and time in ns from a delivery's reply subject."""
     tokens = reply.split(".")
     first = 5 if len(tokens) == 9 else 7  # newer servers put domain and account before
     return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 2])

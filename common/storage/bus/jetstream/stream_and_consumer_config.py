@@ -16,7 +16,15 @@ CONSUMER_IDLE_S = 30.0
 def stream_config(
     stream: str, subjects: list[str], limits: StreamLimits, first_seq: int, most_readers: int
 ) -> api.StreamConfig:
-    """Returns a stream's configuration; with `most_readers` -1 the server chooses that limit."""
+    """Returns a stream's configuration for nats-py.
+
+    Args:
+        stream: the stream's name.
+        subjects: subject patterns of its messages.
+        limits: its limits.
+        first_seq: the sequence of its first message.
+        most_readers: the greatest number of consumers; -1: the server's default.
+    """
     bounded = (limits.max_age_s > 0 or limits.max_bytes > 0) and not limits.keep_old
     return api.StreamConfig(
         name=stream,

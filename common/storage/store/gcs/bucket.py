@@ -1,4 +1,4 @@
-"""The requests of a store to its bucket; transient faults are retried."""
+"""A bucket as a store uses it: its clients, its reads, and the retries of transient faults."""
 
 import base64
 import contextlib
@@ -34,10 +34,11 @@ class Bucket(NamedTuple):
 
     Attributes:
         prefix: precedes every object's name; '' or ending in '/'.
+        endpoint: address of the service.
         client: Google's client, for requests about objects as a whole.
         session: sends the requests that carry an object's bytes.
         retry: repeats a call that fails by a transient fault.
-        timeout_s: the longest waits to connect, and between two bytes.
+        timeout_s: the longest waits in seconds: to connect, and between two bytes.
     """
 
     prefix: str
@@ -50,16 +51,23 @@ class Bucket(NamedTuple):
     def errors(
         self, action: str, name: str, permission: str
     ) -> contextlib.AbstractContextManager[None]:
-        """Applies `our_errors` to a block of requests about the object `name`."""
+        """Returns `our_errors` for a block of requests about the object `name` of this bucket."""
         return our_errors(action, self.client.name, self.prefix, name, permission)
 
     def read(
         self, name: str, start: int, count: int | None, generation: str | None = None
     ) -> requests.Response:
-        """Requests `count` bytes from `start`; returns the answer, of which only the head was read.
+        """Requests bytes of an object; returns the answer, whose body the caller reads and closes.
+
+        Args:
+            name: the object's name without the prefix.
+            start: the first byte.
+            count: number of bytes; None for all, with `start` 0.
+            generation: the generation that the object must have; None for any.
 
         Raises:
             ObjectUnreadableError: the object is encoded.
+            GoogleAPICallError: the service refuses the request, or has no such object.
         """
         headers = {"Accept-Encoding": "identity"}
         if count is not None:
@@ -96,7 +104,7 @@ def open_bucket(
     retry_s: float,
     timeout_s: tuple[float, float],
 ) -> Bucket:
-    """Returns a bucket; sends no request yet."""
+    """Returns a bucket without sending a request; the arguments are those of `GcsStore`."""
     if isinstance(credentials, compute_engine.Credentials):
         # Without a universe domain the client would ask the metadata server here.
         credentials = credentials.with_universe_domain(_UNIVERSE)
@@ -118,7 +126,7 @@ def open_bucket(
 
 
 def _read_refusal(response: requests.Response, **_: object) -> None:
-    """Reads an error's body at once, which frees the connection even if nobody else reads it."""
+    """Reads an error's body at once, so that the connection is free again."""
     if not response.ok:
         response.content  # noqa: B018 - reading the attribute reads the body
 
@@ -129,5 +137,9 @@ def checksum_of(data: Data) -> str:
 
 
 def stored_checksum(response: requests.Response) -> str:
-    """Returns the crc32c in a header like "crc32c=AAAAAA==,md5=..."."""
+    """Returns the object's crc32c (base64) from the header x-goog-hash of an answer.
+
+    Raises:
+        MalformedAnswerError: the header has none.
+    """
     return header(response, "x-goog-hash", r"crc32c=([A-Za-z0-9+/]{6}==)")

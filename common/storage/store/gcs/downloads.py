@@ -22,7 +22,7 @@ _GENERATION = r"^(\d+)$"
 
 
 class Downloads:
-    """Downloads objects of one bucket; all downloads share the threads."""
+    """Downloads objects of one bucket, on threads that all downloads share."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -31,7 +31,12 @@ class Downloads:
     def whole(
         self, name: str, limit_bytes: int | None, deadline: Deadline | None
     ) -> tuple[bytes, str]:
-        """Returns an object's bytes, not yet checked, and the crc32c that the service states.
+        """Returns an object's bytes, not yet verified, and the crc32c that the service states.
+
+        Args:
+            name: the object's name without the prefix.
+            limit_bytes: the largest size to read; None for no limit.
+            deadline: None: 60 s, and the time that a line of 1 Mbit/s needs.
 
         Raises:
             ObjectTooLargeError: the object has more than `limit_bytes`.
@@ -88,7 +93,7 @@ class Downloads:
     def _span(
         self, name: str, first: requests.Response, start: int, stop: int, deadline: Deadline
     ) -> bytes:
-        """Returns the bytes [start, stop) of an object; `first` is the answer for the beginning."""
+        """Returns the bytes [start, stop) of an object; `first` answers for the first part."""
         # A BytesIO of zeros, filled through its buffer, returns `bytes` without another copy.
         buffer = io.BytesIO(bytes(stop - start))
         with buffer.getbuffer() as window:
@@ -103,7 +108,10 @@ class Downloads:
         window: memoryview,
         deadline: Deadline,
     ) -> None:
-        """Fills `window` with bytes from `begin` on; `first` is the response to the first part."""
+        """Fills `window` with the object's bytes from `begin` on, each part on a thread.
+
+        `first` answers the request for the first part.
+        """
         generation = first.headers["x-goog-generation"]
         broken = threading.Event()
 
@@ -136,9 +144,10 @@ class Downloads:
         broken: threading.Event,
         deadline: Deadline,
     ) -> None:
-        """Fills `part` with the bytes from `start` on; resumes a broken answer where it ended.
+        """Fills `part` with the object's bytes from `start` on; resumes after a broken connection.
 
-        Returns early once `broken` is set: another part has failed.
+        Returns early once `broken` is set, as another part has failed. `opened` is an answer to
+        read first, if the request was already sent.
         """
         filled = 0
 
@@ -156,12 +165,14 @@ class Downloads:
 
 
 def _patience(name: str, size_bytes: int) -> Deadline:
-    """Returns the deadline for an object whose reader gave none."""
+    """Returns the deadline for an object of `size_bytes` whose reader has set none."""
     return Deadline(name, _LEAST_S + size_bytes / _SLOWEST_BYTES_PER_S)
 
 
 def _read_into(response: requests.Response, part: memoryview, deadline: Deadline) -> int:
-    """Reads an answer's body into `part`; returns how many bytes came before it broke off or ended.
+    """Reads an answer's body into `part`; returns the number of bytes that came.
+
+    The number is less than asked for if the connection broke.
 
     Raises:
         MalformedAnswerError: the body is empty, or longer than what was asked for.
@@ -184,6 +195,6 @@ def _read_into(response: requests.Response, part: memoryview, deadline: Deadline
 
 
 def _interrupt(response: requests.Response) -> None:
-    """Makes another thread's read of an answer fail."""
+    """Shuts down an answer's connection, so that the thread that reads the answer fails."""
     with contextlib.suppress(ValueError, RuntimeError, OSError):  # read to its end
         response.raw.shutdown()

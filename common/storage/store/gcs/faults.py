@@ -23,11 +23,11 @@ BROKEN = (
 
 
 class MalformedAnswerError(Exception):
-    """An answer is not the service's: something between it and this process cut or changed it."""
+    """An answer lacks what the service always sends: the network cut or changed the answer."""
 
 
 def header(response: requests.Response, name: str, pattern: str) -> str:
-    """Returns the group of `pattern` in a header that the service always sends.
+    """Returns the first group of the regular expression `pattern` in a response's header `name`.
 
     Raises:
         MalformedAnswerError: the header is missing, or does not match.
@@ -48,6 +48,11 @@ def our_errors(action: str, bucket: str, prefix: str, name: str, permission: str
         prefix: the prefix of the store's objects there.
         name: the object's name without the prefix.
         permission: the right that the account needs for the action.
+
+    Raises:
+        ObjectMissingError: the service has no object of that name.
+        StoreUnavailableError: a transient fault.
+        StoreError: any other error.
     """
     where = f"gs://{bucket}/{prefix}{name}"
     try:
@@ -85,7 +90,7 @@ def our_errors(action: str, bucket: str, prefix: str, name: str, permission: str
 
 
 def is_transient(error: BaseException) -> bool:
-    """True if the same request may succeed soon."""
+    """True if the same request may succeed later: an overloaded service, a broken connection."""
     if isinstance(error, api.GoogleAPICallError):
         return error.code in _PASSING_CODES or is_damage(error)
     if isinstance(error, auth.GoogleAuthError):

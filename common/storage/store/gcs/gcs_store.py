@@ -65,8 +65,8 @@ class GcsStore(ObjectStore):
         prefix: precedes every object's name, joined with '/'; '' for none.
         credentials: the account's credentials.
         endpoint: address of the service.
-        retry_s: how long transient faults are retried after the first, without progress.
-        timeout_s: the longest waits to connect, and between two bytes.
+        retry_s: seconds after a transient fault for which a request is retried without progress.
+        timeout_s: the longest waits in seconds: to connect, and between two bytes.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class GcsStore(ObjectStore):
         )
 
     def _try_put(self, name: str, parts: Buffers, checksum: str) -> bool:
-        """Uploads once; returns True if the object is known to be stored.
+        """Tries one upload; returns True if the object is known to be stored.
 
         Raises:
             ObjectExistsError: other bytes are stored under that name.
@@ -115,9 +115,9 @@ class GcsStore(ObjectStore):
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """Implements `ObjectStore.get`; reads only the head of an object that is too large.
+        """Implements `ObjectStore.get`.
 
-        Without `within_s` it allows the time that a line of 1 Mbit/s would take.
+        If `within_s` is None, the time limit is 60 s and the time that a line of 1 Mbit/s needs.
         """
         check_object_name(name)
         with self._bucket.errors("read", name, "storage.objects.get"):
@@ -168,7 +168,7 @@ class GcsStore(ObjectStore):
             blob.delete(retry=bucket.retry, timeout=bucket.timeout_s)
 
     def _look_up(self, name: str) -> tuple[int, str] | None:
-        """Returns size and crc32c of an object; None if it does not exist."""
+        """Returns the size in bytes and the crc32c (base64) of an object; None if there is none."""
         bucket = self._bucket
         with bucket.errors("look up", name, "storage.objects.get"):
             blob = bucket.client.get_blob(

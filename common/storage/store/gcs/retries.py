@@ -27,14 +27,18 @@ class TransientRetries(NamedTuple):
     """Repeats a call that fails by a transient fault, as Google's client does, for a limited time.
 
     Attributes:
-        lasting_s: for how many seconds after the first failure the call is repeated. They do not
-            count from the first try, since a silent connection takes longer than that to fail.
+        lasting_s: seconds after the first failure for which the call is repeated. The time before
+            the first failure does not count, as a silent connection takes longer to fail.
     """
 
     lasting_s: float
 
     def __call__(self, call: Callable[P, R]) -> Callable[P, R]:
-        """Returns a function that repeats `call`, and raises RetryError in the end."""
+        """Returns a function that calls `call` until it succeeds or fails by another error.
+
+        Raises:
+            google.api_core.exceptions.RetryError: `call` failed for longer than `lasting_s`.
+        """
 
         @functools.wraps(call)
         def tried(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,7 +63,7 @@ class TransientRetries(NamedTuple):
 
 
 def _pause_as_asked(error: Exception) -> None:
-    """Waits as long as an answer's Retry-After says, in addition to the pause that doubles."""
+    """Sleeps for the seconds in the answer's header Retry-After, if there is one; at most 60 s."""
     response = getattr(error, "response", None)
     asked = "" if response is None else response.headers.get("Retry-After", "")
     if asked.isascii() and asked.isdigit():

@@ -1,4 +1,4 @@
-"""Uploads objects: small ones in one request, large ones in a session that outlives connections."""
+"""Uploads objects: small objects in one request, large ones in a resumable session."""
 
 import itertools
 import json
@@ -22,8 +22,14 @@ def upload(bucket: Bucket, name: str, data: Buffers, checksum: str) -> bool:
     """Uploads an object unless the name exists; True if the answer proves that it is stored.
 
     The answer to a single request is proof, as it states name, size and crc32c of the new object.
-    The answer to a session is not: it may confirm the received bytes although another object has
-    the name.
+    The answer to a session is no proof: it may confirm the received bytes although another object
+    has the name.
+
+    Args:
+        bucket: the bucket to upload to.
+        name: the object's name without the prefix.
+        data: the object's bytes.
+        checksum: crc32c of the bytes, as `checksum_of` returns it.
 
     Raises:
         PreconditionFailed: an object of that name exists.
@@ -81,7 +87,7 @@ def _begin(
 class _Body:
     """A request's body, sent without a copy.
 
-    It is sent piece by piece, because a time-out applies to each piece and not to the whole.
+    The body is sent piece by piece, because the time-out then applies to each piece.
     """
 
     def __init__(self, *parts: Buffers) -> None:
@@ -103,8 +109,8 @@ class _Session:
         data: all bytes of the object.
 
     Attributes:
-        finished: True once the service has answered that the upload is complete; receiving every
-            byte is not enough, as the service may still have to make the object.
+        finished: True once the service has answered that the upload is complete. That the service
+            has received every byte is not enough, as it may still have to make the object.
     """
 
     def __init__(self, bucket: Bucket, url: str, data: Buffers) -> None:
@@ -116,7 +122,13 @@ class _Session:
         self._unsure = False
 
     def step(self) -> None:
-        """Sends the bytes that are left; after a failure first asks how many have arrived."""
+        """Sends the bytes that are left; after a failure, first asks how many bytes have arrived.
+
+        Raises:
+            ServiceUnavailable: no further byte has arrived.
+            StoreUnavailableError: the session is gone, so the upload must begin again.
+            GoogleAPICallError, requests.RequestException: the request failed.
+        """
         size, before = len(self._data), self._sent
         ask = self._unsure or before == size
         self._unsure = True
@@ -130,7 +142,7 @@ class _Session:
         self._unsure = False
 
     def _request(self, span: str, data: "_Body | bytes") -> None:
-        """Sends a request, and updates how many bytes the service has."""
+        """Sends one request of the session, and updates `finished` and the number of bytes sent."""
         response = self._bucket.session.put(
             self._url,
             data=data,
