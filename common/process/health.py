@@ -113,7 +113,7 @@ class Health:
         self._turned_at_s = self.clock()
 
     def answer(self) -> Answer:
-        """Returns the daemon's health; it counts as live before the first turn of its main loop."""
+        """Returns the daemon's health; before the first turn of its main loop, a daemon is live."""
         view = self.view()
         why = list(view.why_not)
         since_s = 0.0 if self._turned_at_s is None else self.clock() - self._turned_at_s

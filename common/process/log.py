@@ -3,7 +3,8 @@
 On a terminal each event is a line for people instead (`as_line`).
 
 The field `action` of every line is one of those listed in docs/logs.md; `run`, `learner`,
-`fragment`, `version` are bound where they are known. Cores do not log; drivers log their actions.
+`fragment`, `version` are bound where they are known. Cores (pure state machines) do not log;
+drivers, which run the cores, log their actions.
 
 A message of a library becomes an event too, with the action `said` and the library's logger.
 

@@ -1,8 +1,9 @@
 """The metrics of a daemon, for Prometheus to read; docs/metrics.md explains each.
 
 No other module imports prometheus_client. Rules:
-- Cores count nothing. Drivers count effects and events. Values that exist anyway (the newest
-  record, a heartbeat) are read when Prometheus asks (`on_scrape`).
+- Cores (pure state machines) count nothing. Drivers, which run the cores, count effects and events.
+  Values that exist anyway (the newest record, a heartbeat) are read when Prometheus asks
+  (`on_scrape`).
 - Names follow Prometheus's conventions: base units, `_total` for counters. Each series has the
   run's name and the daemon's as labels, in addition to the scraper's labels.
 - A counter whose value is on the tape continues after an aggregator's restart. After a learner's

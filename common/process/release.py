@@ -38,5 +38,5 @@ def _installed(requirement: str) -> str:
 
 @cache
 def lock() -> str:
-    """Returns the xxh3-128 digest of `packages`, as 32 hex digits, which equal packages share."""
+    """Returns the xxh3-128 digest of the lines of `packages`, as 32 hex digits."""
     return shards.digest("\n".join(packages()).encode())

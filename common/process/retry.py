@@ -132,7 +132,7 @@ class Runtime:
     retries: Retries = field(default_factory=Retries)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs a blocking function off the event loop."""
+        """Runs a blocking function off the event loop; returns its result."""
         result: T = await self.offload(function, *args, **kwargs)  # type: ignore[assignment]
         return result
 

@@ -438,7 +438,7 @@ class Rhythm(NamedTuple):
 
 
 def next_step(rhythm: Rhythm, step: int) -> int:
-    """Returns the global step of the version that follows the one at `step`, in inner steps.
+    """Returns the global step of the version that follows the version at global step `step`.
 
     Version 0 is at step 0; while H does not change, version v is at H x (v - 1) + offset, where
     offset is `offset_steps`. The first version after the warm-up is at `warmup_steps` + offset, so

@@ -348,7 +348,7 @@ def checkpoint_prefix(run: str) -> str:
 
 
 def checkpoint_object(run: str, name: str) -> str:
-    """Returns the object name of the run's checkpoint `name`, to resume the run from."""
+    """Returns the name of the object with the run's checkpoint `name`."""
     return f"{checkpoint_prefix(run)}{name}"
 
 

@@ -46,7 +46,7 @@ class Change(NamedTuple):
 
 
 class Adopted(NamedTuple):
-    """The record whose view of a fragment the training loop has got, and that view's digest."""
+    """The last record of a fragment that was given to the training loop, and its view's digest."""
 
     record_seq: int
     version: int

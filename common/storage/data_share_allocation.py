@@ -64,7 +64,7 @@ def end_of(sizes: Sizes, holding: Holding) -> int:
 def lost_batches(
     position: int, reached: Mapping[int | None, int], fragments: int
 ) -> tuple[int, ...]:
-    """Returns, for each fragment, how many batches before `position` are in no update of it.
+    """Returns, for each fragment, how many batches before `position` are in none of its updates.
 
     Args:
         position: the position at which the learner's data continues.
@@ -183,7 +183,7 @@ class Holdings:
                 yield share, 0
 
     def _earliest(self) -> int:
-        """Returns a share before which no share is free."""
+        """Returns the number of a share such that all shares before it are taken."""
         while self._given_up and self._given_up[0] not in self.partial:
             heapq.heappop(self._given_up)
         return min([self.unclaimed, *self._given_up[:1]])

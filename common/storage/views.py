@@ -136,7 +136,7 @@ class Older(NamedTuple):
 
     Attributes:
         basis: the version's record.
-        since: the records of the versions after it, in order, up to the one that was asked for.
+        since: the records of later versions, in order, up to the record that was asked for.
     """
 
     basis: Recorded

@@ -127,9 +127,10 @@ class MeshSection(Section):
         return math.prod(size for size in self.sizes if size)
 
     def shape(self, devices: int) -> tuple[int, ...] | None:
-        """Returns the axes' sizes, in the order of `AXES`, with the size 0 replaced.
+        """Returns the axes' sizes, in the order of `AXES`, on a mesh of `devices` devices.
 
-        Returns None if the product of the sizes cannot be `devices`.
+        A size 0 becomes the devices that the other axes leave. Returns None if the product of the
+        sizes is not `devices`.
         """
         found = tuple(size or devices // self.given for size in self.sizes)
         return found if math.prod(found) == devices else None

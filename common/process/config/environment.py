@@ -74,7 +74,7 @@ class ServiceManager(NamedTuple):
 
 
 def service_manager() -> ServiceManager:
-    """Returns the service manager that started this process, from its variables."""
+    """Returns the systemd that started this process; without systemd, its fields are "" and 0."""
     watched = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     watchdog_us = os.environ.get("WATCHDOG_USEC", "0") if watched else "0"
     return ServiceManager(os.environ.get("NOTIFY_SOCKET", ""), int(watchdog_us) / 1e6)
@@ -130,7 +130,7 @@ def _asked_for() -> str | None:
 
 
 def tasks_of_step() -> tuple[int, bool]:
-    """Returns the tasks of this process's Slurm step, and True if each has a node of its own.
+    """Returns the number of tasks of this process's Slurm step, and if each has its own node.
 
     Outside of Slurm, returns (1, True).
     """

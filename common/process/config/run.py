@@ -396,8 +396,8 @@ def is_changeable(section: str, key: str) -> bool:
 def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
     """Returns a text for each setting in which two configurations differ.
 
-    Such as "outer.momentum: 0.9 here, 0.8 in the run". Differences in the section `task` do not
-    count if one of the two has no task.
+    A text has both values: "outer.momentum: 0.9 here, 0.8 in the run". Differences in the section
+    `task` do not count if one of the two has no task.
     """
     # A run without a task is defined by its parameters, and the layouts compare those.
     taskless = not (ours.task.build and theirs.task.build)
@@ -414,11 +414,7 @@ def changes(before: RunSettings, after: RunSettings) -> list[str]:
 
 
 def check_changeable(ours: RunSettings, theirs: RunSettings) -> None:
-    """Refuses a change of a run's settings in a key that cannot change.
-
-    Args:
-        ours: one of the two: the settings before or after the change.
-        theirs: the other one; the order does not matter.
+    """Compares settings before and after a change, given in either order.
 
     Raises:
         ConfigError: names each key that differs and cannot change.

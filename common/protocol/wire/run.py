@@ -78,7 +78,7 @@ NOT_A_LEARNER = "not a learner"
 
 
 class Join(Body):
-    """A learner begins an incarnation (a life); this message's stream sequence is its number."""
+    """A learner begins an incarnation (a life), numbered by this message's stream sequence."""
 
     kind: ClassVar[str] = "join"
     limit_bytes: ClassVar[int] = WORD_BYTES
@@ -263,7 +263,7 @@ class End(Body):
 
 
 class Lease(Body):
-    """An aggregator's lease on a fragment; or, under another key, the sign that it runs."""
+    """A lease on a fragment; or, under another key, the sign that an aggregator runs."""
 
     kind: ClassVar[str] = "lease"
     aggregator: Name = Field(description="for people")

@@ -31,7 +31,7 @@ LISTEN_BACKLOG = 1024
 
 
 class Message(NamedTuple):
-    """One message of a stream."""
+    """One message of a stream, as the stream stores it."""
 
     subject: str
     seq: int
@@ -225,7 +225,7 @@ class Bus(Protocol):
         """
 
     async def close(self) -> None:
-        """Releases the connection; reads and listeners end, and other methods raise `BusError`."""
+        """Releases the connection; reads and listeners end, and other requests raise `BusError`."""
 
 
 def stream_exists(stream: str) -> BusError:

@@ -206,7 +206,7 @@ async def store(
 
 
 def asked_by(msg_id: str | None, expected_last: int | None, ttl_s: float | None) -> dict[str, str]:
-    """Returns the headers that make the server apply `Bus.publish`'s arguments; None: no header."""
+    """Returns the headers for the arguments of `Bus.publish`; None adds no header."""
     headers: dict[str, str] = {}
     if msg_id is not None:
         headers[api.Header.MSG_ID.value] = msg_id

@@ -40,7 +40,7 @@ async def imported_to(connection: Connection, stream: str) -> int:
 
 
 async def mark_imported(connection: Connection, config: api.StreamConfig, last_seq: int) -> None:
-    """Marks messages up to `last_seq` as imported: readers then trust the times in their headers.
+    """Marks messages up to `last_seq` as imported: readers then trust the times in the headers.
 
     Raises:
         BusError: the server refuses.

@@ -182,7 +182,7 @@ class Pause:
         await asyncio.sleep(min(pause_s, at_most_s))
 
     def reset_after(self, good_s: float) -> None:
-        """Begins with the shortest pause again if `good_s`, seconds without a fault, are enough."""
+        """Begins with short pauses again if `good_s`, seconds without a fault, exceed any pause."""
         if good_s > _PAUSE_MAX_S:
             self._next_s = _PAUSE_MIN_S
 
@@ -300,8 +300,9 @@ class Link:
         """Connects, or fails within `timeout_s` seconds.
 
         Raises:
-            BusUnavailableError: no server answers there.
+            BusUnavailableError: no server answers at the address.
             BusError: the server refuses this client.
+            ConfigError: the credentials file cannot be used.
         """
         try:
             await self._connect(timeout_s)

@@ -36,7 +36,7 @@ class Downloads:
         Args:
             name: the object's name without the prefix.
             limit_bytes: the largest size to read; None for no limit.
-            deadline: None: 60 s, and the time that a line of 1 Mbit/s needs.
+            deadline: when to give up; None: after 60 s plus the time that 1 Mbit/s needs.
 
         Raises:
             ObjectTooLargeError: the object has more than `limit_bytes`.
@@ -93,7 +93,10 @@ class Downloads:
     def _span(
         self, name: str, first: requests.Response, start: int, stop: int, deadline: Deadline
     ) -> bytes:
-        """Returns the bytes [start, stop) of an object; `first` answers for the first part."""
+        """Returns the bytes [start, stop) of an object.
+
+        `first` answers the request for the first part.
+        """
         # A BytesIO of zeros, filled through its buffer, returns `bytes` without another copy.
         buffer = io.BytesIO(bytes(stop - start))
         with buffer.getbuffer() as window:

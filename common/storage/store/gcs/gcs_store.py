@@ -117,7 +117,7 @@ class GcsStore(ObjectStore):
     ) -> bytes:
         """Implements `ObjectStore.get`.
 
-        If `within_s` is None, the time limit is 60 s and the time that a line of 1 Mbit/s needs.
+        If `within_s` is None, the time limit is 60 s plus the time that 1 Mbit/s needs.
         """
         check_object_name(name)
         with self._bucket.errors("read", name, "storage.objects.get"):
