@@ -24,7 +24,7 @@ import xxhash
 from diloco.common.protocol.errors import ConfigError, IntegrityError
 
 # A tensor larger than this many mean fragments is split along its first axis. The greedy
-# assignment is within 4/3 of the optimum for what remains (Graham's bound, P App. C).
+# assignment is within 4/3 of the optimum for what remains (Graham's bound; paper, App. C).
 OVERSIZE = 1.25
 
 # Parts of a split tensor with at least LONG_PART rows begin at multiples of a power of two, and

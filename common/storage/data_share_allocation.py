@@ -125,8 +125,8 @@ class Holdings:
 
     def take(self, claim: wire.Claim, seq: int) -> bool:
         """Applies the next claim of the tape, at sequence `seq`; returns False if it is void."""
-        # A life is the sequence of its join, so it is before its claims; else nobody could end it.
-        # And who has outlived its tape knows nothing of this one.
+        # A life's number is the sequence of its join, which comes before its claims; a life with a
+        # higher number could not be ended. A life of an earlier tape knows nothing of this one.
         if claim.incarnation >= seq or not same_tape(claim.incarnation, seq):
             return False
         known = self._learners.setdefault(claim.learner, _LearnerHoldings())

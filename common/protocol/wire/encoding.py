@@ -27,7 +27,7 @@ MAX_SHARDS = 1 << 12
 MAX_SLICES = 1 << 12
 MAX_AXES = 4
 GREATEST = (1 << 63) - 1
-# Longer than any run, and so small that sums and products of times stay finite.
+# In seconds: longer than any run, and so small that sums and products of times stay finite.
 GREATEST_S = 1e12
 
 # The most characters of a sentence for people; shorter than `Text`, which readers accept.
@@ -110,7 +110,7 @@ class Body(NestedRecord):
 T = TypeVar("T", bound=Body)
 # The limits of any message. Writers obey them too, so that no reader refuses what was written.
 LIMITS = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS, "max_ext_len": 0}
-# An item takes at least a byte, so a message that we packed into so few is within all limits.
+# An item takes at least a byte, so a packed message of at most so many bytes is within all limits.
 FEW_BYTES = min(MAX_ITEMS, MAX_KEYS)
 
 
