@@ -1,8 +1,9 @@
-"""Compiles the kernels ahead of a run: `python -m diloco.aggregator.compile_kernels`.
+"""Compiles Numba kernels before a run: `python -m diloco.aggregator.compile_kernels`.
 
-A kernel is compiled at its first call with arrays of given types, which takes seconds. The types
-depend only on a run's codecs and block size, so that the kernels can be called on small arrays
-beforehand. The compiled code is kept on disk (`kernel_cache.py`).
+A kernel is a compiled loop of the merge or of the outer step. Numba compiles a kernel at its first
+call with arrays of given types, which takes seconds. These types depend only on a run's codecs and
+block size, so calls on small arrays compile all that a run needs. The compiled code is cached on
+disk (`kernel_cache.py`).
 """
 
 import sys
@@ -29,7 +30,7 @@ _BLOCKS = 4
 
 
 def prepare(codec: Codec, delta_codec: Codec, block: int) -> float:
-    """Compiles the kernels of merging, of the outer step and of the version delta; blocks.
+    """Compiles the kernels of the merge, the outer step and the version delta; blocks the thread.
 
     Args:
         codec: codec of updates.
@@ -37,7 +38,7 @@ def prepare(codec: Codec, delta_codec: Codec, block: int) -> float:
         block: number of elements that share a scale.
 
     Returns:
-        The seconds that it took; below one if all was compiled before.
+        The duration in seconds; below one if the disk cache had all kernels.
     """
     began_s = time.perf_counter()
     size = _BLOCKS * block
@@ -71,7 +72,7 @@ def prepare(codec: Codec, delta_codec: Codec, block: int) -> float:
 
 
 def main() -> None:
-    """Compiles for every codec with blocks of the default size, and prints its progress."""
+    """Compiles the kernels of every codec for the default block size; reports on stderr."""
     block = SyncSection().block
     for number, codec in enumerate(CODECS, start=1):
         sys.stderr.write(f"compiling the merge of {codec} ({number} of {len(CODECS)})\n")

@@ -1,4 +1,8 @@
-"""Leases: which aggregator owns which fragment, in a bucket of keys with a time to live.
+"""Leases: which aggregator owns which fragment, in a NATS bucket whose keys have a time to live.
+
+The bucket has a key for each fragment, which is its owner's lease, and a key for each aggregator
+process, which shows that the process is live and under which terms it owns fragments. A process is
+identified by a random id, the field `life` of its leases.
 
 Any number of aggregators divide a run's fragments among them. If one does not renew its leases
 until they expire, the others take over its fragments. A lease only avoids wasted work: two owners
@@ -9,13 +13,15 @@ Rules:
   and tries to acquire each lease that was not renewed for its time to live. The server decides: it
   accepts an acquisition only if the key does not exist.
 - If a renewal is refused because the key has expired, the key is acquired again; only another
-  aggregator's key means that the fragment is lost. If all were cut off, none loses a fragment.
-- Fragments that a live aggregator is pinned to are left to it.
+  aggregator's key means that the fragment is lost. After an outage of the bus for all aggregators,
+  each keeps its fragments.
+- A fragment that a live aggregator is pinned to is left to that aggregator.
 - An aggregator releases a fragment that it has failed at, and never acquires it again, as another
   aggregator may succeed. Once all refuse a fragment, the fragment gets no more versions.
-- An aggregator that the store does not answer for half a lease's time to live says so in its own
-  key, and the others ask the store too. If it answers one of them, who is cut off releases what
-  others may serve, and counts as absent until it is answered. Else nothing changes owners.
+- If the object store does not answer an aggregator for half a lease's time to live, the aggregator
+  publishes in its own key that it is cut off, and the other aggregators probe the store too. If the
+  store answers at least one of them, the cut-off aggregator releases the fragments that the others
+  may serve, and counts as absent until the store answers it. Otherwise no fragment changes owners.
 """
 
 import asyncio
@@ -50,7 +56,13 @@ FAREWELL_S = 2.0
 
 
 class _LastMessage(NamedTuple):
-    """The newest message of a key, and when it was received."""
+    """The newest message under a key of the bucket.
+
+    Attributes:
+        lease: the decoded message.
+        revision: the message's stream sequence.
+        heard_at_s: when this process received the message, by `_now_s`.
+    """
 
     lease: wire.Lease
     revision: int
@@ -58,7 +70,7 @@ class _LastMessage(NamedTuple):
 
 
 def _now_s() -> float:
-    """Returns the event loop's monotonic time, as only intervals count here."""
+    """Returns the event loop's monotonic time in seconds, of which only differences are used."""
     return asyncio.get_running_loop().time()
 
 
@@ -68,7 +80,7 @@ class Leases:
     Args:
         context: the aggregator's context.
         ttl_s: time to live of a lease, in seconds.
-        pinned: the fragments that this aggregator may own; None for a share of all.
+        pinned: the fragments that this aggregator may own; None for an equal share of all.
     """
 
     def __init__(self, context: Context, ttl_s: float, pinned: Pinned = None) -> None:
@@ -86,7 +98,8 @@ class Leases:
         self._lost: set[int] = set()
         self._done: set[int] = set()
         self._refuses: set[int] = set()
-        # Whether it publishes that it is cut off from the store, and whether it acts by that.
+        # Whether this process publishes that the store does not answer it, and whether it releases
+        # fragments for that reason.
         self._cut_off = False
         self._yields = False
         self._stopped: set[int] = set()
@@ -99,13 +112,14 @@ class Leases:
         """Acquires, renews and releases leases until all of this aggregator's fragments are done.
 
         Args:
-            take: begins to own a fragment.
-            drop: ceases to own fragments; returns once no work on them is in progress.
+            take: called with each fragment that was acquired, to begin to own it.
+            drop: called with fragments that were lost, or before they are released; returns once no
+                work on these fragments is in progress.
         """
         await first_of(self._follow(), self._watch_store(), self._keep(take, drop))
 
     async def still_ours(self, fragment: int) -> bool:
-        """True if this process still has the lease of a fragment; asks the server."""
+        """Renews all leases; returns True if this process still has the lease of `fragment`."""
         await self._renew()
         return fragment in self._held
 
@@ -121,12 +135,15 @@ class Leases:
         return any(one.may_serve(fragment) for life, one in others if life != self._life)
 
     def refuse(self, fragment: int) -> None:
-        """Releases a fragment and never acquires it again, as another aggregator may succeed."""
+        """Makes the next check release `fragment` for good, so that another aggregator tries it."""
         self._refuses.add(fragment)
         self._publish_terms()
 
     async def release(self) -> None:
-        """Releases all leases, so that others need not wait for them to expire."""
+        """Releases all leases, so that other aggregators need not wait until they expire.
+
+        Gives up after `FAREWELL_S` seconds, or if the bus is unreachable; the leases then expire.
+        """
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await asyncio.gather(*(self._give_up(fragment) for fragment in [*self._held]))
@@ -135,7 +152,7 @@ class Leases:
         except (DilocoError, TimeoutError):
             self._context.logger.info("leases_left", after_s=self._ttl_s)
 
-    # What others say
+    # The leases of all aggregators
 
     async def _follow(self) -> None:
         run = self._context.run
@@ -154,7 +171,7 @@ class Leases:
                 self._seen[message.subject] = _LastMessage(lease, message.seq, _now_s())
 
     def _standing(self, subject: str, now_s: float) -> wire.Lease | None:
-        """Returns the valid lease under a key; None if it was released or has expired."""
+        """Returns the valid lease under a key; None if never seen, released or expired."""
         seen = self._seen.get(subject)
         if seen is None or seen.lease.state == "released":
             return None
@@ -194,10 +211,10 @@ class Leases:
                 holders[fragment] = None if lease.life == self._life else lease.life
         return {fragment: life for fragment, life in holders.items() if fragment not in self._done}
 
-    # What this one does
+    # The leases of this aggregator
 
     async def _watch_store(self) -> None:
-        """Asks the store, where this process waits for it or another one is cut off from it."""
+        """Probes the store while this process waits for it, or another aggregator is cut off."""
         retries = self._context.runtime.retries
         while True:
             await asyncio.sleep(min(LOOK_S, self._ttl_s / 5))
@@ -206,7 +223,11 @@ class Leases:
                 await self._ask_until_answered()
 
     async def _ask_until_answered(self) -> None:
-        """Asks the store until it answers; publishes meanwhile that it does not, and yields."""
+        """Probes the store until it answers.
+
+        After half a lease's time to live without an answer, this process publishes that it is cut
+        off. Some time later it also releases its fragments to aggregators that the store answers.
+        """
         context, began_s = self._context, _now_s()
         with context.runtime.retries.note("an answer of the store") as fault:
             while (error := await self._no_answer()) is not None:
@@ -216,7 +237,7 @@ class Leases:
                     self._cut_off = True
                     self._publish_terms()
                     context.logger.warning("cut_off_from_store", fragments=sorted(self._held))
-                # The others have had time to ask, and to say that it does not answer them either.
+                # By now the others have probed the store too, and have published it if they failed.
                 self._yields = waited_s > self._ttl_s + 2 * LOOK_S
                 await asyncio.sleep(min(LOOK_S, self._ttl_s / 5))
         if self._cut_off:
@@ -225,9 +246,9 @@ class Leases:
             context.logger.info("store_answers_again")
 
     async def _no_answer(self) -> StoreError | None:
-        """Returns the error with which the store fails to answer this process; None if it answers.
+        """Reads one byte from the store; returns the error, or None if the store answers.
 
-        The question has no limit of its own, as it may wait for a thread.
+        The read has no time limit here, as it may have to wait for a free thread first.
         """
         context = self._context
         name = names.layout_object(context.run, context.layout.digest)
@@ -266,7 +287,7 @@ class Leases:
             await asyncio.sleep(min(LOOK_S, self._ttl_s / 5))
 
     def _log_stopped(self, members: Collection[AggregatorTerms]) -> None:
-        """Logs, once each, the fragments that no live aggregator may serve any more."""
+        """Logs once each fragment that this and all other live aggregators refuse to serve."""
         stopped = {f for f in self._refuses if not any(one.may_serve(f) for one in members)}
         for fragment in sorted(stopped - self._stopped):
             self._context.logger.error(
@@ -279,7 +300,7 @@ class Leases:
         return self._done >= set(mine)
 
     async def _renew(self) -> None:
-        """Renews all leases and this aggregator's own key; notes the fragments that are lost."""
+        """Renews all leases and this process's own key; forgets leases that others acquired."""
         async with self._renewing:
             self._renewed_at_s = _now_s()
             await asyncio.gather(
@@ -327,7 +348,7 @@ class Leases:
             return
         last = await self._last(subject)
         if last is not None and last.lease.life == self._life:
-            self._held[fragment] = last.revision  # It is ours; a renewal's answer was lost.
+            self._held[fragment] = last.revision  # Ours: only the answer to a renewal was lost.
         elif last is not None:
             self._lost.add(fragment)
 
@@ -402,7 +423,7 @@ class Everything:
     async def hold(
         self, take: Callable[[int], None], _drop: Callable[[Iterable[int]], Awaitable[None]]
     ) -> None:
-        """Takes all fragments; returns once they are done."""
+        """Calls `take` for every fragment; returns once `done` was called for every fragment."""
         for fragment in self._fragments:
             take(fragment)
         await self._all_done.wait()
@@ -412,7 +433,7 @@ class Everything:
         return True
 
     async def done(self, fragment: int) -> None:
-        """Notes that nothing is left to do for a fragment; after the last one `hold` returns."""
+        """Notes that a fragment's work is finished; after the last fragment `hold` returns."""
         self._left.discard(fragment)
         if not self._left:
             self._all_done.set()

@@ -11,10 +11,10 @@ from diloco.common.protocol.codecs import Encoded
 
 
 class Arithmetic(NamedTuple):
-    """The functions of `merge`, `centering` and `outer` that compute with arrays.
+    """The functions of `merge`, `centering` and `outer` that compute with arrays, by their names.
 
     Attributes:
-        accumulator: makes an empty sum over a grid, for a number of threads.
+        accumulator: returns an empty sum over a grid, computed by a number of threads.
     """
 
     accumulator: Callable[[Grid, int], Accumulator] = merge.Accumulator

@@ -5,9 +5,9 @@
 in each segment, where v is the merged gradient of the previous round, e an update times its
 discount and clip, and r the lower median of the learners' |e - v| in the last round that had at
 least three learners. An update within kappa r of v counts in full; one at x kappa r, x > 1, counts
-like one at kappa r / x, so that an outlier has the less effect, the farther it lies. v and r are
-known before the round, so updates are added one by one as in any other merge. v and r are stored
-with the outer optimizer's state.
+like one at kappa r / x, so that an outlier has the less effect, the farther it lies. kappa is the
+setting `outer.clip_radius`. v and r are known before the round, so updates are added one by one as
+in any other merge. v (the *center*) and r are stored with the outer optimizer's state.
 
 Before the first round with three learners, r is unknown. Such a round adds the directions e / |e|,
 and multiplies the sum by the round's own median length, which is known when the round ends:
@@ -48,9 +48,17 @@ def distances(
     center_N: Vector,
     radius_S: Vector,
 ) -> Norms:
-    """Returns each segment's distance of an update, discounted and clipped, from the center.
+    """Returns |e - v| of each segment: the L2 distance of an update from the center, float64 [S].
 
-    float64 [S]; where no radius is known, the distance from zero.
+    Where no radius is known, returns |e|.
+
+    Args:
+        grid: the fragment's grid.
+        codec: the update's codec.
+        shards: the update's scales and codes, one for each of the grid's ranges.
+        update: the update's discount and clip; e is the update times both.
+        center_N: v, float32 [N].
+        radius_S: r, float32 [S]; 0: unknown.
     """
     known_S = (radius_S > 0).astype(np.float32)
     known_B = grid.per_block(known_S)
@@ -72,7 +80,7 @@ def distances(
 
 
 def _decoded(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Iterator[tuple[int, Vector]]:
-    """Yields an update's values in parts that fit into cache: first element, float32 values."""
+    """Yields an update in parts that fit into cache: (index of first element, float32 values)."""
     step = max(grid.block, CHUNK // grid.block * grid.block)
     for (first, last), (scales, codes) in zip(grid.ranges, shards, strict=True):
         for start in range(0, last - first, step):
@@ -96,19 +104,22 @@ def pulls(distances_S: Norms, radius_S: Vector, times: float) -> Norms:
 
 
 def middle(found: Mapping[str, Norms]) -> Norms:
-    """Returns the lower median of the learners' distances, float64 [S]."""
+    """Returns the lower median of `found`, the distances of each learner by name; float64 [S]."""
     ordered = np.sort(np.stack(list(found.values())), axis=0)
     lower_S: Norms = ordered[(len(ordered) - 1) // 2]
     return lower_S
 
 
 def scaled(factors_S: Vector, radius_S: Vector, found: Mapping[str, Norms]) -> Vector:
-    """Returns the sum's factors, float32 [S]; sums of directions also get the median length."""
+    """Returns the factors of the sum, float32 [S]; where r is unknown, times the median length."""
     return np.where(radius_S > 0, factors_S, factors_S * middle(found)).astype(np.float32)
 
 
 def center_share(updates: Sequence[Contribution], radius_S: Vector) -> Vector:
-    """Returns the center's share of the merge, float32 [S]; 0 where all updates count in full."""
+    """Returns the share of v in the merge, float32 [S]: 1 - sum of w c / sum of w.
+
+    0 where all updates count in full, and where r is unknown.
+    """
     unit = updates[-1].unit
     weights = [share_of(update.weight, unit) for update in updates]
     counted_S = np.zeros(radius_S.shape)
@@ -121,7 +132,10 @@ def center_share(updates: Sequence[Contribution], radius_S: Vector) -> Vector:
 
 
 def radius_after(radius_S: Vector, found: Mapping[str, Norms]) -> Vector:
-    """Returns the next round's radius r, float32 [S], from the learners' distances in this one."""
+    """Returns r for the next round, float32 [S]: the median of this round's distances `found`.
+
+    With fewer than `LEAST_LEARNERS` learners r does not change.
+    """
     if len(found) < LEAST_LEARNERS:
         return radius_S.copy()
     return middle(found).astype(np.float32)

@@ -1,12 +1,12 @@
 """The operations of each codec in the loops of merge and outer step, compiled by Numba.
 
-A codec has three operations on one block, in the table `OPERATIONS`: add the squares of its values,
-add its values times a factor, encode. The kernels that apply them to a fragment are
-`measure_update` and `add_updates` of `merge.py` and `advance_blocks` of `outer.py`: each does all
-of its work on a block while the block is in the processor's nearest cache. A kernel works on a run
-of pieces; threads share the runs, and sums over a piece are computed within it. Kernels release
-Python's lock. Compiled kernels are cached on disk, and compiled again when a file of this folder
-changes (`kernel_cache.py`).
+A codec has three operations on blocks, in the table `OPERATIONS`: add the squares of a block's
+values, add a block's values times a factor, and encode blocks. The kernels that apply them to a
+fragment are `measure_update` and `add_updates` of `merge.py` and `advance_blocks` of `outer.py`:
+each does all of its work on a block while the block is in the processor's nearest cache. A kernel
+works on a run of pieces (`grid.py`); threads share the runs, and no sum over a piece is divided
+among threads. Kernels release Python's lock. Compiled kernels are cached on disk, and compiled
+again when a file of this folder changes (`kernel_cache.py`).
 
 Why the bits are the same everywhere: each floating-point operation is rounded by itself, in the
 order of the code. Numba neither fuses nor reorders operations unless told to ("fastmath"), on any
@@ -19,8 +19,8 @@ Why the loops have this form, which lets the compiler vectorize them and saves t
   - block numbers are unsigned, so that no code for negative indices is needed;
   - data of later blocks is prefetched (`prefetch.py`).
 
-Shapes: B blocks of b elements, K of them, P pieces of a run, S segments, U updates. Arrays of
-bfloat16 are their bits, uint16.
+Shapes: B blocks of b elements, K blocks that are encoded together, P pieces of a run, S segments,
+U updates. Arrays of bfloat16 are given as their bits, uint16.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def lanes(block: int) -> Lanes:
     return (0,) * block
 
 
-# --- What is done with one block: int4
+# --- Operations on blocks: int4
 
 
 @compiled
@@ -66,7 +66,7 @@ def _wide(bits: Any) -> Any:
 
 @compiled
 def _step(scale: Any, factor: Any) -> Any:
-    """Returns the number by which a block's codes are multiplied."""
+    """Returns scale x factor, by which a block's codes are multiplied; 0 below `LEAST_PRODUCT`."""
     product = _wide(scale) * factor
     normal = f32(0) if abs(product) < LEAST_PRODUCT else product
     # Only a block of zeros can reach the limit; without it 0 x infinity would be NaN.
@@ -233,7 +233,7 @@ _BIASED: Final = f32(1.5 * 2.0**23 + 8)
 
 @compiled
 def _product(value: Any, factor: Any) -> Any:
-    """Returns the product, rounded; zero if it is too small; NaN stays NaN."""
+    """Returns the rounded product; 0 if it is below `LEAST_PRODUCT`; NaN stays NaN."""
     product = value * factor
     return f32(0) if abs(product) < LEAST_PRODUCT else product
 
@@ -247,7 +247,10 @@ def _bfloat16_bits(value: Any) -> Any:
 
 @compiled
 def _scale_bits(elements: Lanes, values_b: Vector, inverse_of_greatest: Any) -> Any:
-    """Returns the bits of a block's scale, from its greatest magnitude; NaN's if not finite."""
+    """Returns the bfloat16 bits of a block's scale: greatest magnitude x `inverse_of_greatest`.
+
+    The bits are those of NaN if a value of the block is not finite.
+    """
     greatest = u32(0)
     for j in range(len(elements)):
         greatest = max(greatest, u32(f32(values_b[j]).view(np.uint32) & _MAGNITUDE))
@@ -259,7 +262,7 @@ def _scale_bits(elements: Lanes, values_b: Vector, inverse_of_greatest: Any) -> 
 
 @compiled
 def _rounded(value: Any, inverse: Any, most: Any) -> Any:
-    """Returns the nearest code as a float32 integer; the result for a NaN does not matter."""
+    """Returns the code of a value, a float32 integer in -most..most; any number for NaN."""
     return (min(max(value * inverse, -most), most) + _ROUND) - _ROUND
 
 
@@ -271,7 +274,7 @@ def _nibble(code: Any) -> Any:
 
 @compiled
 def _bounded(value: Any) -> Any:
-    """Returns the value limited to the codec's range: too small is 0; NaN and infinity stay."""
+    """Returns the value limited to the codec's range; 0 if too small; NaN and infinity stay."""
     if abs(value) < _LEAST_SCALE:
         return f32(0)
     if np.isinf(value):
@@ -286,9 +289,10 @@ class Operations(NamedTuple):
     """A codec's operations on blocks.
 
     Attributes:
-        square: adds the squares of a block's values to float64 [b], at any places of it.
+        square: adds the squares of a block's values to float64 [b]; only the sum over b counts.
         add: adds a block's values, times a factor, to float32 [b].
-        encode: encodes K blocks of values into a delta, and replaces them by their decoded values.
+        encode: encodes K blocks of values into a delta, and replaces the values by what the codes
+            decode to.
     """
 
     square: Callable[..., None]

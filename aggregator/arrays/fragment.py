@@ -25,11 +25,12 @@ from diloco.common.protocol.shards import Buffers
 
 
 class Payload(NamedTuple):
-    """A verified update: its shards' codes and their norms.
+    """A verified update: the scales and codes of its shards, and its norms.
 
     Attributes:
         parts: scales and codes, one part for each of the grid's ranges, in order.
-        norms_S: L2 norm of each segment, float64 [S]; `norm` is that of the whole update.
+        norms_S: L2 norm of each segment, float64 [S].
+        norm: L2 norm of the whole update.
     """
 
     parts: tuple[Encoded, ...]
@@ -38,7 +39,7 @@ class Payload(NamedTuple):
 
 
 class ClosedRound(NamedTuple):
-    """The result of closing a round, in the form of its record."""
+    """The result of closing a round: fields of `wire.Record`; `delta` is the object's bytes."""
 
     inputs: tuple[wire.Input, ...]
     factors: bytes
@@ -66,12 +67,14 @@ class _Merged(NamedTuple):
 
 @dataclass
 class FragmentArrays:
-    """The arrays of one fragment. Methods block, and must be called one at a time.
+    """The arrays of one fragment. Methods block the thread, and must be called one at a time.
 
     The results of `view_object` and `outer_object` share the arrays' memory. They stay valid while
     `merge` adds updates, until the next version is made.
 
     Attributes:
+        settings: the run's settings.
+        grid: the division of the fragment's vector.
         view: parameters as learners see them, float32 [N].
         theta: master parameters, float32 [N].
         state: state of the outer optimizer.
@@ -106,7 +109,10 @@ class FragmentArrays:
         view: Vector,
         threads: int = 1,
     ) -> "FragmentArrays":
-        """Returns the arrays of version 0, with a fresh outer-optimizer state."""
+        """Returns the arrays of version 0: `view` and master parameters are copies of the argument.
+
+        The state of the outer optimizer is the initial one.
+        """
         grid = make_grid(settings, layout, fragment)
         state = _fresh_state(settings_of(settings, layout, fragment), grid)
         return cls(settings, grid, _aligned(view), _aligned(view), state, threads=threads)
@@ -123,7 +129,7 @@ class FragmentArrays:
         arithmetic: Arithmetic = PRODUCTION,
         threads: int = 1,
     ) -> "FragmentArrays":
-        """Returns the arrays stored as `view_object` and `outer_object`.
+        """Returns the arrays whose bytes `view_object` and `outer_object` returned.
 
         Raises:
             IntegrityError: the objects are not arrays of this fragment.
@@ -165,7 +171,7 @@ class FragmentArrays:
         return self.digests()[1]
 
     def digests(self) -> tuple[str, str]:
-        """Returns the digests of the view, and of the outer state."""
+        """Returns (digest of the view, digest of the outer state)."""
         vectors = (self.view, self.theta, *self.state.values())
         # A thread for each vector, as all take equally long; a short one costs less than a thread.
         alone = self.threads == 1 or self.view.nbytes < THREADED_BYTES
@@ -173,11 +179,11 @@ class FragmentArrays:
         return view, shards.digest("".join(each).encode())
 
     def discard(self) -> None:
-        """Drops the updates that the round has merged."""
+        """Drops the round's merged updates; the next `merge` begins an empty sum."""
         self._merged = []
 
     def merge(self, payload: Payload, admitted: Admitted) -> None:
-        """Adds a verified update to the round; the first update begins the round's sum."""
+        """Adds a verified update to the round's sum; a round's first update resets the sum."""
         if not self._merged:
             self._begin_sum()
         assert self._sum is not None
@@ -211,7 +217,7 @@ class FragmentArrays:
 
         Args:
             admitted: the updates that the machine considers merged, in order.
-            share: the part of a full outer step to take, as `rounds.step_share` returns it.
+            share: the size of the outer step, as `rounds.step_share` returns it; 1: a full step.
         """
         assert self._sum is not None
         assert [merged.admitted for merged in self._merged] == list(admitted)
@@ -240,7 +246,10 @@ class FragmentArrays:
     def _about_the_center(
         self, factors_S: Vector, contributions: Sequence[Contribution]
     ) -> tuple[Vector, Vector | None, Vector | None]:
-        """Returns the factors, the center's share, the next round's radius; float32 [S] each."""
+        """Returns (factors, share of the center, next round's radius), float32 [S] each.
+
+        Without centered clipping the second and the third are None.
+        """
         if not self.grid.centered:
             return factors_S, None, None
         # One distance for each learner: of two updates in the round the later one's.
@@ -282,13 +291,13 @@ class FragmentArrays:
         """Begins to make a recorded version again.
 
         Raises:
-            IntegrityError: the record has other segments or another merge rule than this fragment.
+            IntegrityError: the record's arrays, codec or units of weight do not fit this fragment.
         """
         self._check_fits(record)
         self._begin_sum()
 
     def add_again(self, taken: wire.Input, parts: tuple[Encoded, ...]) -> None:
-        """Adds one input of the version that is made again; inputs come in the record's order."""
+        """Adds one input of the recorded version; call it for each input, in the record's order."""
         assert self._sum is not None
         coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
         self._sum.add(self.own_settings.sync.codec, parts, coefficients_S, taken.weight_unit)
@@ -313,7 +322,11 @@ class FragmentArrays:
         return delta
 
     def _check_fits(self, record: wire.Record) -> None:
-        """Raises if a record's numbers do not fit the segments, or its units do not fit weights."""
+        """Checks that a record's arrays, codec and units of weight fit this fragment.
+
+        Raises:
+            IntegrityError: they do not.
+        """
         segments = len(self.grid.lengths)
         wanted = [(len(taken.coefficients), 2 * segments) for taken in record.inputs]
         wanted += [(len(record.factors), 4 * segments)]
@@ -426,7 +439,7 @@ def _fresh_state(settings: RunSettings, grid: Grid) -> State:
 
 
 def step_size(settings: RunSettings, share: float) -> tuple[float, float]:
-    """Returns learning rate and momentum of a round that takes `share` of an outer step."""
+    """Returns (learning rate, momentum) of a round that takes `share` of an outer step."""
     section = settings.outer
     if share < 1:
         return outer.participation(section.learning_rate, section.momentum, share)

@@ -8,9 +8,9 @@ version again, only `add` and the outer step are called, with the recorded coeff
 no norm is computed again.
 
 Why the bits are the same on every machine:
-  - a coefficient is a bfloat16, so code x scale x coefficient is exact in float32, and it does
-    not matter whether a compiler fuses the product with the sum (ours does not, since the product
-    of a float32 update is rounded);
+  - a coefficient is a bfloat16, so code x scale x coefficient is exact in float32, whether or not
+    a compiler fuses the product with the sum (Numba does not fuse them: for a float32 update, whose
+    product is rounded, it would matter);
   - values added are zero or at least 2^-100, so that no sum is a denormal number;
   - inputs are added in the order of the record.
 
@@ -60,7 +60,7 @@ HEADROOM: Final = 32
 CANCELLING: Final = 1e-6
 # The most updates that are added in one pass over the sum.
 MOST_UPDATES: Final = 8
-# The updates that are held to be added together: with about 4 bytes per parameter in all.
+# The most updates that wait to be added in one pass: together about 4 bytes per parameter.
 MOST_WAITING: Final[dict[Codec, int]] = {
     codec: min(4 * form.elements // form.dtype.itemsize, MOST_UPDATES)
     for codec, form in FORMS.items()
@@ -93,15 +93,19 @@ class Contribution(NamedTuple):
 
 
 def share_of(weight: float, unit: int) -> float:
-    """Returns a weight in units of 2^unit."""
+    """Returns `weight` divided by 2^`unit`."""
     return math.ldexp(weight, -unit)
 
 
 def unit_after(unit: int | None, weight: float) -> int:
-    """Returns the unit k for the next input of a round; `unit` is the previous input's, or None.
+    """Returns the k of the unit 2^k in which the weight of a round's next input is measured.
 
-    The first input's unit is its own power of two; later ones keep it, unless an input is so much
-    heavier that its coefficients might leave their range.
+    The first input's k is floor(log2(weight)). Later inputs keep it, except one that is at least
+    2^`HEADROOM` times heavier, whose coefficients might exceed their range.
+
+    Args:
+        unit: k of the previous input; None for the first input.
+        weight: weight of the next input.
     """
     own = math.frexp(weight)[1] - 1
     return own if unit is None or own - unit >= HEADROOM else unit
@@ -139,7 +143,8 @@ def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
 def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contribution]) -> Vector:
     """Returns the factors that turn the accumulated sum into the merged outer gradient.
 
-    float32 [S], to be recorded. With A the accumulated sum of a segment, in the last unit:
+    float32 [S], to be recorded. With A the accumulated sum of a segment, and weights w in the last
+    input's unit:
 
         average   2^unit / sum w, each w rounded as in its coefficient: shares sum to one
         RDA       (sum w S c |v| / sum w) / |A|,   0 if the directions cancel
@@ -178,9 +183,9 @@ class _Waiting(NamedTuple):
 class Accumulator:
     """The sum of coefficient x update over the inputs of a round, in the order of adding.
 
-    Up to `MOST_WAITING` updates are held and then added in one pass over the sum, block by block
-    while the block is in cache; the bits are the same as one after the other. Reading the sum adds
-    those that are held. The memory is one float32 vector and the updates held.
+    Up to `MOST_WAITING` updates wait, and are then added in one pass over the sum, block by block
+    while the block is in cache; adding them one after the other gives the same bits. `total` and
+    `norms` add the waiting updates first. The memory is one float32 vector and the waiting updates.
 
     Args:
         grid: the fragment's grid.
@@ -198,7 +203,7 @@ class Accumulator:
 
     @property
     def inputs(self) -> int:
-        """The number of updates in the sum."""
+        """The number of updates in the sum, waiting ones included."""
         return self._added + len(self._waiting)
 
     def add(
@@ -208,7 +213,7 @@ class Accumulator:
         coefficients_S: npt.NDArray[Any],
         unit: int = 0,
     ) -> None:
-        """Adds an update whose shards are all verified; they must not change afterwards.
+        """Adds an update whose shards are all verified; their arrays must not change afterwards.
 
         Args:
             codec: the update's codec.
@@ -231,7 +236,7 @@ class Accumulator:
         self._waiting, self._added = [], 0
 
     def total(self) -> Vector:
-        """Returns the sum, float32 [N]; do not change it."""
+        """Returns the sum, float32 [N], not a copy: the caller must not change it."""
         if self._waiting:
             self._add_waiting()
         if not self._added:
@@ -283,7 +288,11 @@ def _as_parts(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> tuple[Enco
 
 
 def _as_blocks(codec: Codec, shard: Encoded, size: int, block: int) -> Encoded:
-    """Returns scales and codes in the form of kernels: read-only blocks, bfloat16s as bits."""
+    """Returns scales and codes in the form of kernels: read-only blocks, bfloat16s as bits.
+
+    Raises:
+        ValueError: the number of blocks or of scales differs from that of `size` elements.
+    """
     codes = np.asarray(shard.codes).reshape(-1, code_count(codec, block))
     scales = as_bits(np.asarray(shard.scales)).view()
     if len(codes) != size // block or scales.size != scale_count(codec, size, block):
@@ -299,7 +308,10 @@ def as_bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _scale_down(sum_N: Vector, rise: int) -> None:
-    """Divides by 2^rise in two steps, as float32 may lack that power of two."""
+    """Divides `sum_N` in place by 2^`rise`; values below `LEAST_PRODUCT` become 0.
+
+    In two steps, as float32 may not have 2^-`rise`.
+    """
     for start in range(0, sum_N.size, CHUNK):
         part = sum_N[start : start + CHUNK]
         for step in (rise // 2, rise - rise // 2):
@@ -314,7 +326,7 @@ def _scale_down(sum_N: Vector, rise: int) -> None:
 def measure_update(
     run: PieceRun, elements: Lanes, update: Encoded, squares_P: npt.NDArray[Any]
 ) -> None:
-    """Writes the sum of squares of an update's values in each piece to `squares_P`, float64."""
+    """Writes the sum of squares of an update's values in each piece to `squares_P`, float64 [P]."""
     scales, codes = update
     squares_b = np.zeros(len(elements))
     for piece in range(len(run.segment_P)):
@@ -337,7 +349,7 @@ def add_updates(
     total_Bxb: Vector,
     squares_P: npt.NDArray[Any],
 ) -> None:
-    """Adds updates to the sum, one after the other, and measures it.
+    """Adds updates to the sum, one after the other, and computes the squares of the result.
 
     Args:
         run: the pieces to work on.
@@ -345,9 +357,9 @@ def add_updates(
         scales: scales of `MOST_UPDATES` updates; only those with coefficients are used.
         codes: codes of the same updates.
         coefficients_UxS: coefficients of the updates.
-        keep: False if the sum is empty, and its memory to be overwritten.
+        keep: False if the sum is empty: the old values in `total_Bxb` are ignored.
         total_Bxb: the sum, changed in place.
-        squares_P: gets the sum of squares of the result in each piece, float64.
+        squares_P: receives the sum of squares of the result in each piece, float64 [P].
     """
     squares_b = np.zeros(len(elements))
     for piece in range(len(run.segment_P)):

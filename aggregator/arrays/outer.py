@@ -72,7 +72,7 @@ class MergedGradient(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The arrays that an outer step changes; those that its rule does not use are empty."""
+    """The arrays that an outer step changes; arrays that the step's rule does not use are empty."""
 
     theta_Bxb: Vector  # noqa: N815 - shapes live in names of arrays
     momentum_Bxb: Vector  # noqa: N815 - as above
@@ -85,7 +85,7 @@ class OuterOptimizer(NamedTuple):
 
     Attributes:
         init: N -> state: named arrays, always in the same order.
-        begin: state, learning rate, momentum -> the step to take; counts it in the state.
+        begin: state, learning rate, momentum -> the step to take; counts the step in the state.
     """
 
     init: Callable[[int], State]
@@ -102,7 +102,7 @@ def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) 
                           theta -= lr (a mu m + g / N), a = 1 - c N + c at an N-th, else c
 
     Args:
-        name: one of the above.
+        name: one of the four names above.
         delay: N, the number of arrivals between two updates of the momentum.
         delay_fraction: c, the share of the momentum that the other arrivals apply.
     """
@@ -141,9 +141,9 @@ _RULES: Final[dict[OuterName, int]] = {
 
 
 def participation(learning_rate: float, momentum: float, share: float) -> tuple[float, float]:
-    """Returns learning rate and momentum of a round with `share` (f) of the fleet's weight.
+    """Returns (learning rate, momentum) of a round that merged the share f of the fleet's weight.
 
-    The round takes that share of an outer step: the rate times f, the momentum to the power of f.
+    The round takes the share f of an outer step: learning rate x f, momentum^f.
     """
     return learning_rate * share, momentum**share
 
@@ -225,7 +225,7 @@ def close_round(
 def advance_blocks(  # noqa: C901 - divided it would be slower
     run: PieceRun, elements: Lanes, step: Step, merged: MergedGradient, moved: Moved, delta: Encoded
 ) -> None:
-    """Takes the outer step, encodes theta less the view as a delta, and moves the view by it."""
+    """Takes the outer step, encodes theta - view as a delta, and adds the decoded delta to view."""
     theta_Bxb, momentum_Bxb, delayed_Bxb, view_Bxb = moved
     rule, constants = step
     total_Bxb, factors_S, kept_S, center_Bxb = merged
@@ -270,7 +270,7 @@ def advance_blocks(  # noqa: C901 - divided it would be slower
 
 @compiled
 def _recenter(elements: Lanes, kept: Any, g_b: Vector, center_b: Vector) -> None:
-    """Adds the kept share of the previous merge, and stores the new merge in its place."""
+    """Adds `kept` x the previous merge, `center_b`, to `g_b`; stores the sum in both."""
     for j in range(len(elements)):
         merged = g_b[j] + center_b[j] * kept
         g_b[j] = merged

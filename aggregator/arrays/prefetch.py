@@ -31,7 +31,7 @@ _PREFETCH: Final = ir.FunctionType(ir.VoidType(), [_BYTE, _NUMBER, _NUMBER, _NUM
 
 
 def _fetch(_typing: Any, rows: Any, row: Any, column: Any) -> Any:
-    """Prefetches the cache line of an element of an array."""
+    """Generates the code that prefetches the cache line of `rows[row, column]`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = signature.args[0]
@@ -50,6 +50,6 @@ fetch: Any = intrinsic(_fetch)
 
 @compiled
 def fetch_row(rows: Any, row: Any) -> None:
-    """Prefetches all cache lines of a row."""
+    """Prefetches all cache lines of `rows[row]`."""
     for j in range(np.uint64(0), np.uint64(rows.shape[1]), _LINE // np.uint64(rows.itemsize)):
         fetch(rows, row, j)
