@@ -1,8 +1,10 @@
 """Checkpoints: points of the tape from which a run can resume, even with a new NATS server.
 
-`mark` names the newest version of each fragment, ensures that view and outer state of exactly these
-versions are stored, and stores all that a new tape needs in one object. `resume` begins a new tape
-from that object: a new epoch, as sequence numbers and incarnations start anew.
+`mark` makes a checkpoint: it names the newest version of each fragment, ensures that view and outer
+state of exactly these versions are stored, and stores all that a new tape needs in one object, the
+checkpoint file. `diloco run resume` begins a new tape from that file, by `next_epoch`,
+`begin_epoch` and `begin_fragments`. Each tape of a run is an epoch, as sequence numbers and
+incarnations start again with each tape.
 """
 
 import asyncio
@@ -60,12 +62,14 @@ class Marked(NamedTuple):
 async def mark(context: Context) -> Marked:
     """Makes a checkpoint of the newest versions.
 
-    The checkpoint message is published first. From then on garbage collection keeps stored states
-    of these versions, but may still remove the objects that an unstored state is made of; then the
-    checkpoint is tried again with newer versions.
+    The checkpoint message is published first. From then on garbage collection keeps the stored
+    views and outer states of these versions. If a version's are not stored yet, garbage collection
+    may still remove the objects from which they are recomputed; then the checkpoint is tried again
+    with newer versions.
 
     Raises:
-        IntegrityError: stored objects do not give the recorded digests.
+        IntegrityError, ObjectMissingError: stored objects are gone, or do not give the recorded
+            digests.
     """
     for left in reversed(range(ATTEMPTS)):
         newest = await _newest_of_all(context)
@@ -89,7 +93,7 @@ def _seqs(newest: list[Recorded]) -> list[int]:
 
 
 async def _mark(context: Context, newest: list[Recorded]) -> Marked:
-    """Makes a checkpoint of these versions."""
+    """Makes a checkpoint of the versions of these records, one for each fragment."""
     point = await context.bus.last_sequence(context.tape)
     message = wire.Checkpoint(
         run=context.run,
@@ -125,7 +129,7 @@ async def _mark(context: Context, newest: list[Recorded]) -> Marked:
 
 
 async def _newest(context: Context, fragment: int) -> Recorded:
-    """Returns the record that made the fragment's newest version; verdicts may follow it."""
+    """Returns the record that made the fragment's newest version, not one of verdicts alone."""
     record, record_seq = await last_record(context, fragment)
     if record.what != "verdict":
         return Recorded(record, record_seq, record.closed_at_s)
@@ -138,7 +142,10 @@ async def _newest(context: Context, fragment: int) -> Recorded:
 
 
 async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...]) -> wire.Record:
-    """Stores a fragment's view and outer state; returns the fragment's first record of an epoch."""
+    """Stores a fragment's view and outer state at a record.
+
+    Returns the fragment's first record of the epoch that a `resume` may begin.
+    """
     source = at.record
     recovered = await rebuild(context, source, at.record_seq)
     contents = await whole(context, source, recovered, source.version)
@@ -165,7 +172,7 @@ async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...
 async def _data_positions(
     context: Context, specification: wire.Specification, newest: Sequence[Recorded]
 ) -> dict[str, int]:
-    """Returns the data position of each learner: after all that its manifests and leaves cover."""
+    """Returns each learner's data position, in batches, from its manifests and leave messages."""
     earlier = await context.runtime.call(read_positions, context.store, specification)
     learners = {m.learner for at in newest for m in at.record.policy.members}
     known = sorted(learners | earlier.keys())
@@ -183,10 +190,11 @@ async def _data_positions(
 
 
 async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) -> int:
-    """Returns the epoch for a new tape, or that of the tape an interrupted `resume` has begun.
+    """Returns the epoch of the run's tape on this bus; if there is no tape, reserves a new epoch.
 
-    No two tapes of a run share an epoch. An object reserves it, since later epochs than the
-    checkpoint's may have been used before, and have left objects.
+    There is a tape if an interrupted `resume` has begun it. An epoch is reserved by an object in
+    the store, so that no two tapes of a run share an epoch; it is higher than that of `file` and
+    than all reserved before.
     """
     run = file.specification.run
     with contextlib.suppress(RunMissingError):
@@ -205,12 +213,13 @@ async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) ->
 
 
 async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Specification:
-    """Publishes the specification of a new epoch on an empty tape, and the settings in force.
+    """Publishes a new epoch's specification and the settings of `file` on an empty tape.
 
-    Continues an interrupted `resume`.
+    Returns the specification on the tape. If an interrupted `resume` has published it already,
+    continues from there.
 
     Raises:
-        RunMismatchError: the bus has a tape of this run that was not begun from `file`.
+        RunMismatchError: the bus has a tape of this run of the epoch of `file` or an older one.
     """
     carried: dict[str, object] = {"epoch": context.epoch}
     if file.data_positions:
@@ -241,7 +250,7 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
 
 
 async def begin_fragments(context: Context, records: Iterable[wire.Record]) -> None:
-    """Publishes each fragment's first record of the epoch; existing ones stay.
+    """Publishes each fragment's first record of the epoch, unless the fragment has one already.
 
     Raises:
         IntegrityError, ObjectMissingError: an object that the checkpoint names is missing.
@@ -269,5 +278,5 @@ async def _begin(context: Context, source: wire.Record, settings_seq: int) -> No
     )
     # Raises if objects are gone or damaged, before the record is published.
     await rebuild(context, record, 1)
-    with contextlib.suppress(SwapLostError):  # As above.
+    with contextlib.suppress(SwapLostError):  # The interrupted `resume` has published it.
         await commit_record(context, record)

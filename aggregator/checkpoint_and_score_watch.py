@@ -1,9 +1,10 @@
-"""Watches of an aggregator over the whole run: its checkpoints and its scores.
+"""Two periodic checks that each aggregator makes for the whole run: of checkpoints and of scores.
 
 If a run without a checkpoint loses its NATS servers and their disks, the run is lost. So
-aggregators make checkpoints as they come due. Each checks at times of its own, so that two seldom
-make a checkpoint at once, which would be harmless. Scores of held-out loss are stored by `diloco
-evaluate` and others; an aggregator has no task and evaluates nothing.
+aggregators make a checkpoint whenever one is due. They check at random intervals, so that two
+aggregators seldom make a checkpoint at once; two checkpoints do no harm. Scores of held-out loss
+are stored by `diloco evaluate` and others; an aggregator has no task and evaluates nothing, it only
+shows the scores as metrics.
 """
 
 import asyncio
@@ -25,13 +26,13 @@ REST = 20.0
 
 @dataclass
 class Lookout:
-    """A check that is repeated; a fault that lasts is logged once."""
+    """Base class of a periodic check; a fault that persists is logged once."""
 
     context: Context
     _told: str = field(default="", init=False)
 
     async def watch(self, look_s: float = LOOK_S) -> None:
-        """Checks about every `look_s` seconds; never returns."""
+        """Calls `look` every 0.75 to 1.25 x `look_s` seconds; never returns."""
         while True:
             await self.look()
             await asyncio.sleep(look_s * self.context.runtime.rng.uniform(0.75, 1.25))
@@ -56,7 +57,12 @@ class Lookout:
 
 @dataclass
 class CheckpointWatch(Lookout):
-    """Shows the newest checkpoint's age; makes another after `interval_s` seconds (0: never)."""
+    """Sets the metric with the newest checkpoint's time, and makes the next one when it is due.
+
+    Attributes:
+        interval_s: the shortest time between two checkpoints, in seconds; 0: never make one. A
+            checkpoint is due later if the last one took long, or if there is no newer version.
+    """
 
     interval_s: float
     _known: str | None = None
@@ -107,7 +113,7 @@ class CheckpointWatch(Lookout):
 
 @dataclass
 class ScoreWatch(Lookout):
-    """Shows the run's held-out loss: the first, the best and the newest score; reads each once."""
+    """Sets the metrics of held-out loss: first, best and newest score; reads each score once."""
 
     _seen: set[str] = field(default_factory=set)
     _first: wire.Score | None = None

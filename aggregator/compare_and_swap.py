@@ -14,9 +14,9 @@ from diloco.common.storage.tape import load_specification
 
 
 async def check_tape(context: Context) -> None:
-    """Refuses to publish a subject's first message on the tape of another epoch.
+    """Raises if the bus has the tape of another epoch; called before a subject's first message.
 
-    Later messages of a subject are safe, since no two tapes share sequences.
+    A subject's later messages need no check, since no two tapes share the sequences to compare.
 
     Raises:
         RunMismatchError: the run was resumed on a newer tape.
@@ -35,28 +35,32 @@ async def swap(
     expected: int,
     base_id: str = "",
 ) -> int:
-    """Publishes by compare-and-swap, and finds out if the message was stored; returns its sequence.
+    """Publishes a message by compare-and-swap, with retries; returns its stream sequence.
 
     A lost answer leaves open whether the message was stored, and a cluster may acknowledge a stale
-    swap as a duplicate. So after any doubt the subject's last message is read and compared.
+    swap as a duplicate. So in doubt the subject's last message is read and compared.
 
     Args:
         context: the aggregator's context.
         subject: the message's subject.
         payload: the message's bytes.
         attempt_id: the message's id.
-        expected: sequence of the subject's last message; 0 for none.
+        expected: sequence of the subject's last message; 0 if it has none.
         base_id: id of that last message, compared first: servers that lost acknowledged messages
             give its sequence to another one.
 
     Raises:
-        RunMismatchError: a newer tape has replaced this process's.
+        RunMismatchError: the run was resumed on a newer tape.
         SwapLostError: another message was stored instead, or already has the id `attempt_id`.
     """
     doubt = False
 
     async def look() -> int | None:
-        """Returns the sequence of our message if it was stored; None if nothing new was."""
+        """Returns our message's sequence if it is the subject's last message; None if it is not.
+
+        Raises:
+            SwapLostError: the subject's last message is neither ours nor the expected one.
+        """
         last = await context.bus.last(context.tape, subject)
         if last is not None and last.msg_id == attempt_id:
             return last.seq

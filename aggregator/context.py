@@ -18,12 +18,17 @@ if TYPE_CHECKING:
 class Context(RunContext):
     """The state that all parts of one aggregator process share.
 
-    `name`: the name of the process, which its records state.
-    `record_bytes`: the body of a longer record is stored as an object.
-    `most_positions`: a specification with more data positions stores them as an object.
-    `share_expiry_s`: silence in seconds after which a learner's shares of the data become free.
-    `arithmetic`: numeric functions for arrays; None for production's, which load Numba when they
-    are first used: operators' commands have a context too, and need no Numba.
+    Attributes:
+        name: the name of the process, which its records state.
+        record_bytes: the greatest length of a record in bytes; the body of a longer record is
+            stored as an object.
+        most_positions: the most data positions in a specification; more are stored as an object.
+        gc: the settings of garbage collection.
+        share_expiry_s: silence in seconds after which a learner's shares of the data become free.
+        arithmetic: numeric functions for arrays; None for production's, which load Numba when they
+            are first used: operators' commands have a context too, and need no Numba.
+        metrics: the metrics of the process.
+        health: the health of the process.
     """
 
     name: str
@@ -37,7 +42,7 @@ class Context(RunContext):
 
 
 def resumed_since(context: RunContext, epoch: int) -> RunMismatchError:
-    """Returns the error for a process whose run was resumed on a newer tape, of this epoch."""
+    """Returns the error for a process whose run was resumed on a newer tape, of epoch `epoch`."""
     return RunMismatchError(
         f"run {context.run!r} was resumed as epoch {epoch}, this is epoch {context.epoch}",
         hint="this process is connected to the server of an earlier tape: stop it",

@@ -39,10 +39,10 @@ LEAVE_S = 25.0
 async def load_run(
     config: Config, bus: Bus, store: ObjectStore, runtime: Runtime
 ) -> tuple[Layout, int]:
-    """Checks a daemon's configuration against its run; returns the run's layout and epoch.
+    """Checks a daemon's configuration against its run; returns (layout of the run, epoch).
 
     Raises:
-        RunMismatchError: no such run, or settings that disagree.
+        RunMismatchError: there is no such run, or its settings differ from the configuration.
     """
     specification = await load_specification(bus, config.run.name)
     name = names.layout_object(config.run.name, specification.layout)
@@ -60,11 +60,12 @@ async def _open_run(config: Config, bus: Bus, runtime: Runtime) -> tuple[ObjectS
 
 
 async def aggregate(context: Context, leases: Leases | None = None) -> None:
-    """Owns fragments of the run until its end is on the tape and nothing is left to answer.
+    """Owns fragments until the run's `end` is on the tape and every update has a verdict.
 
     Args:
         context: the aggregator's context.
-        leases: divide the fragments among aggregators; None to own all of them without leases.
+        leases: the leases that divide the fragments among aggregators; None to own all fragments
+            without leases.
 
     Raises:
         IntegrityError: a fragment's stored objects do not give the recorded digests; raised
@@ -94,11 +95,11 @@ def serve(config: Config, pinned: frozenset[int] | None = None) -> None:
 
     Args:
         config: the configuration.
-        pinned: the fragments that this aggregator may own; None for a share of all.
+        pinned: the fragments that this aggregator may own; None for an equal share of all.
 
     Raises:
         ConfigError: the run has no such fragments.
-        DilocoError: an error that no retry cures, with what to do.
+        DilocoError: a permanent error; its hint says what to do.
     """
     runtime = Runtime()
     probes = make_probes(runtime.retries, run=config.run.name, aggregator=config.aggregator.name)
@@ -137,7 +138,7 @@ async def _begin(
     probes: Probes,
     logger: log.Logger,
 ) -> Context:
-    """Connects, loads the run, and checks the store; waits for bus and store if they are away."""
+    """Connects, loads the run, checks the store; waits while bus or store are unreachable."""
     probes.health.begin_phase("connecting to NATS")
     bus = await jetstream.connect_or_wait(
         config.bus, "aggregator", config.aggregator.name, runtime, logger

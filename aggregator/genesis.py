@@ -29,10 +29,10 @@ AT_ONCE = 4
 
 
 async def commit_version_zero(context: Context, vector: Callable[[int], np.ndarray]) -> None:
-    """Stores and commits version 0 of every fragment; existing fragments stay as they are.
+    """Stores and commits version 0 of every fragment; skips fragments that have it already.
 
     Args:
-        context: the run.
+        context: the context of the run's creator.
         vector: returns a fragment's vector, float32 [size]; called when it is stored, so that no
             copy of the whole model is made.
 
@@ -92,7 +92,7 @@ async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
 
 
 async def _check_same_beginning(context: Context, ours: wire.Record) -> None:
-    """Raises unless the existing run began with the same parameters and is still at version 0."""
+    """Raises `RunMismatchError` unless the fragment's last record has the view of `ours`."""
     subject = names.record(context.run, ours.fragment)
     message = await context.bus.last(context.tape, subject)
     found = decode(subject, message.payload) if message else None

@@ -1,9 +1,9 @@
 """Caches compiled kernels on disk, by Numba's own cache, made safe against damaged files.
 
 Numba's cache assumes three things that a machine does not guarantee: that a file is complete (a
-power failure may leave a part of it), that there is room for it, and that one process writes at a
-time. (Of two, the second may replace the first's code while the index still has the first's types,
-and every later process calls the wrong code.)
+power failure may leave a part of it), that the disk has room, and that one process writes at a
+time. (If two write at once, the second may replace the first's code while the index still has the
+first's types, and every later process calls the wrong code.)
 """
 
 import contextlib
@@ -22,14 +22,14 @@ _LOCK: Final = "lock"
 
 
 class CachedKernel(FunctionCache):
-    """One kernel's compiled forms; a form that cannot be read is compiled again.
+    """The disk cache of one kernel: its compiled code for each combination of argument types.
 
-    So is every form made before a change of any file in the kernel's folder, as kernels call each
-    other and Numba checks the kernel's own file only.
+    Code that cannot be read is compiled again. So is code that was compiled before a change of any
+    file in the kernel's folder, as kernels call each other and Numba checks only the kernel's file.
 
     Attributes:
-        patience_s: seconds to wait for another process that has locked the folder, and may have
-            stopped for ever; 0 after one wait was in vain: from then on the cache is not used.
+        patience_s: seconds to wait while another process has locked the folder. Becomes 0 after a
+            wait without success, as that process may hang: then no kernel waits for the lock.
     """
 
     patience_s = 10.0
@@ -42,20 +42,20 @@ class CachedKernel(FunctionCache):
         self._cache_file._source_stamp = stamp  # noqa: SLF001 - it is nowhere to be given
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Returns the compiled form for some argument types; None: compile it."""
+        """Returns the cached code for the argument types `sig`; None if it must be compiled."""
         try:
             with self._alone():
                 return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except BlockingIOError:
             return None
         except Exception:  # noqa: BLE001 - what the start of a pickle gives may be any
-            # The index is damaged, so drop it; newly compiled forms replace it.
+            # The index is damaged, so drop it; newly compiled code replaces it.
             with contextlib.suppress(OSError), self._alone():
                 self.flush()  # type: ignore[no-untyped-call]
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Stores a compiled form if the folder permits it; else the form stays in memory only."""
+        """Stores compiled code if the folder is writable; else the code stays in memory only."""
         with contextlib.suppress(OSError), self._alone():
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
@@ -71,7 +71,9 @@ class CachedKernel(FunctionCache):
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a kernel that is compiled at its first call with some types, and cached on disk.
+    """Returns a kernel: `function`, compiled at its first call with each combination of types.
+
+    The compiled code is cached on disk.
 
     If Numba's compiler is disabled, calls raise `ConfigError`, as kernels cannot run uncompiled.
     """

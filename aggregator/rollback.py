@@ -31,10 +31,14 @@ from diloco.common.storage.tape import Recorded, RunContext, last_record, record
 
 
 async def find_versions(context: RunContext, wanted: Mapping[int, int]) -> dict[int, Recorded]:
-    """Returns for each fragment the record that made the requested version.
+    """Returns the record that made the requested version, for each fragment.
+
+    Args:
+        context: the run's context.
+        wanted: the requested version of each fragment, by the fragment's index.
 
     Raises:
-        ConfigError: a fragment never had that version, or its record was collected as garbage.
+        ConfigError: a fragment never had that version, or the record was collected as garbage.
     """
     found = await asyncio.gather(
         *(_find_version(context, fragment, version) for fragment, version in wanted.items())
@@ -59,7 +63,7 @@ async def _find_version(context: RunContext, fragment: int, version: int) -> Rec
 
 
 async def find_time(context: RunContext, at_s: float) -> dict[int, Recorded]:
-    """Returns for each fragment the record of its newest version at `at_s`, since the epoch.
+    """Returns the record of each fragment's newest version at `at_s`, in seconds of Unix time.
 
     Raises:
         ConfigError: the tape does not reach back so far.
@@ -85,13 +89,20 @@ async def _find_time(context: RunContext, fragment: int, at_s: float) -> Recorde
 async def roll_back(context: Context, targets: Mapping[int, Recorded]) -> dict[int, wire.Record]:
     """Publishes a next version of each fragment with the contents of an earlier one.
 
-    Updates on the versions in between are rejected, learners set their parameters to the view, and
-    the run's clock goes back. A fragment that is at its target already is left alone.
+    Updates based on the versions in between are rejected, learners set their parameters to the
+    view, and the run's clock goes back. A fragment that is at its target already is left alone.
+
+    Args:
+        context: the operator's context.
+        targets: the record of the earlier version, by the fragment's index.
+
+    Returns:
+        Each fragment's newest record afterwards.
 
     Raises:
-        RunMismatchError: the run has stopped, perhaps meanwhile.
+        RunMismatchError: the run has stopped, before or during the rollback.
         ConfigError: the objects of an earlier version were collected as garbage.
-        IntegrityError: they do not give the recorded digests.
+        IntegrityError: the objects of an earlier version do not give the recorded digests.
     """
     await check_goes_on(context)
     made = await asyncio.gather(*(_roll_back(context, target) for target in targets.values()))
@@ -172,7 +183,7 @@ async def _again(
 async def whole(
     context: Context, source: wire.Record, recovered: Recovered, version: int
 ) -> RecordContents:
-    """Stores view and outer state as those of `version`; returns contents that need no delta."""
+    """Stores view and outer state as objects of `version`; returns contents that need no delta."""
     contents = contents_of(source)._replace(inputs=(), factors=b"", delta=None)
     return await with_snapshot(
         context, source.fragment, version, recovered.arrays, contents, context.logger

@@ -1,7 +1,7 @@
-"""Changes a run's settings while it goes on: one message on the tape, by compare-and-swap.
+"""Changes the settings of a run under way: one message on the tape, by compare-and-swap.
 
 Every fragment follows the new settings from its next version on, every learner from its next step
-boundary. A process that starts later reads the last such message, or the one that a record names.
+boundary. A process that starts later reads the last such message, or the one named in a record.
 """
 
 from diloco.aggregator.compare_and_swap import swap
@@ -16,13 +16,17 @@ from diloco.common.storage.tape import RunContext, effective_settings, last_reco
 async def change_settings(
     context: Context, settings: RunSettings, *, based_on: int | None = None
 ) -> list[str]:
-    """Publishes settings that hold from each fragment's next version on; returns the differences.
+    """Publishes settings that hold from each fragment's next version on.
+
+    Returns each changed setting, as in "outer.learning_rate: 0.9 -> 0.5"; [] if none has changed,
+    and then publishes nothing.
 
     Args:
         context: the operator's context.
         settings: all settings, changed or not.
-        based_on: sequence of the settings that these were made from, as `effective_settings`
-            returned it: the change is refused if another operator made one since. None: accept any.
+        based_on: stream sequence of the settings from which `settings` were derived, as
+            `effective_settings` returned it; the change is refused if the settings in force are
+            newer. None: no such check.
 
     Raises:
         ConfigError: a setting that is fixed at creation, or a `run.steps` that the run has passed.
@@ -50,7 +54,12 @@ async def change_settings(
 
 
 async def check_change(context: RunContext, before: RunSettings, after: RunSettings) -> None:
-    """Refuses a change of settings that the run cannot follow now; `before` is in force.
+    """Refuses a change of settings that the run cannot follow now.
+
+    Args:
+        context: the operator's context.
+        before: the settings in force.
+        after: the new settings.
 
     Raises:
         ConfigError: a setting that is fixed at creation, or a `run.steps` that the run has passed.
@@ -87,7 +96,7 @@ async def _check_length(context: RunContext, before: RunSettings, after: RunSett
 
 
 async def end_run(context: Context, reason: str) -> int:
-    """Stops a run early, and returns its clock in steps.
+    """Stops a run early; returns the run's clock, in steps: the highest of its fragments.
 
     Learners send their unsent updates, then the last rounds close.
 

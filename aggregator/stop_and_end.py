@@ -1,7 +1,7 @@
 """Decides when a run stops and ends: follows all fragments' records, publishes `stop` and `end`.
 
-Every aggregator of a run may run a conductor: both messages are published by compare-and-swap
-against an empty subject, and an aggregator that loses the swap has nothing left to do.
+Every aggregator of a run has a `Conductor`: both messages are published by compare-and-swap against
+an empty subject, and an aggregator that loses the swap has nothing left to do.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +18,15 @@ from diloco.common.storage.tape import last_record, parse_changed, read_record
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewestRecord:
-    """The fields of a fragment's newest record that decide the run's end."""
+    """The fields of a fragment's newest record that decide the run's end.
+
+    Attributes:
+        version: the fragment's newest version.
+        record_seq: stream sequence of the record.
+        global_step: the run's clock at that version.
+        tokens: tokens credited to the merged updates of the fragment's versions.
+        final: True if no version follows.
+    """
 
     version: int
     record_seq: int
@@ -28,7 +36,12 @@ class NewestRecord:
 
 
 def stop_reason(settings: RunSettings, newest: dict[int, NewestRecord]) -> str | None:
-    """Returns the reason if all fragments have all versions or enough tokens; None if not."""
+    """Returns why the run must stop: "tokens" or "steps"; None if it must not stop yet.
+
+    Args:
+        settings: the settings in force; `run.tokens` and `run.steps` limit each fragment.
+        newest: each fragment's newest record, by the fragment's index.
+    """
     run, sync = settings.run, settings.sync
     if run.tokens and min(n.tokens for n in newest.values()) >= run.tokens:
         return "tokens"
@@ -50,7 +63,7 @@ class Conductor:
         self._settings = self.context.settings
 
     async def conduct(self) -> None:
-        """Returns once the run's `end` is on the tape."""
+        """Follows the tape until the run's `end` message is on it."""
         context = self.context
         for fragment in range(len(context.layout.fragments)):
             record, seq = await context.runtime.retry(
@@ -135,7 +148,7 @@ class Conductor:
         try:
             await swap(self.context, subject, wire.encode(body), self.context.runtime.new_id(), 0)
         except SwapLostError:
-            return  # Another aggregator, or an earlier life of ours, has published it.
+            return  # Another aggregator, or this one before a restart, has published it.
         self.context.logger.info(body.kind, **body.model_dump(exclude={"run"}))
 
     def _end(self) -> wire.End:

@@ -1,4 +1,4 @@
-"""Warns long before the tape is full, as then nobody could publish anything."""
+"""Warns when the tape is nearly full: on a full tape no process can publish anything."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ AGAIN = 0.05
 
 
 def share(filled: Filled) -> float:
-    """Returns the part of its size limit that a stream uses; 0 without a limit."""
+    """Returns the fraction of its size limit that a stream uses; 0 without a limit."""
     return filled.size_bytes / filled.max_bytes if filled.max_bytes else 0.0
 
 

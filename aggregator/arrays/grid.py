@@ -1,4 +1,10 @@
-"""The division of a fragment's vector into segments, shards and pieces for threads; without JAX."""
+"""The division of a fragment's vector into blocks, segments, shards and pieces; without JAX.
+
+A block has one quantization scale. A segment is a run of blocks that one norm is computed over: a
+tensor, a layer of a stacked tensor, or a part of a split tensor. A shard is the run of blocks that
+one object of an update has. A piece is a run of blocks within one segment and one shard, the unit
+of work of the kernels.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +29,13 @@ Result = TypeVar("Result")
 
 
 class PieceRun(NamedTuple):
-    """Neighbouring pieces of one shard's range, which one thread works on.
+    """Neighboring pieces of one shard, on which one thread works.
 
     A piece has at most `PIECE_BLOCKS` blocks, and lies in one segment and one shard.
 
     Attributes:
-        edges_P1: the pieces' beginnings and the last one's end, in blocks; int64 [P + 1].
-        segment_P: each piece's segment, int64 [P].
+        edges_P1: first block of each piece, and the end of the last piece; int64 [P + 1].
+        segment_P: index of each piece's segment, int64 [P].
         at: the shard's first block.
         shard: the shard's index.
         first: index of the first piece among all pieces of the vector.
@@ -42,7 +48,7 @@ class PieceRun(NamedTuple):
     first: int
 
     def of(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Returns the run's part of an array with one value for each piece of the vector."""
+        """Returns this run's slice of `values`, which has a value for each piece of the vector."""
         return values[self.first : self.first + len(self.segment_P)]
 
 
@@ -69,7 +75,7 @@ class Grid:
     centered: bool = False
 
     def runs(self, threads: int) -> list[PieceRun]:
-        """Returns runs that cover all pieces; several per thread, so that a slow run delays few."""
+        """Returns runs that cover all pieces, about four per thread: a slow one delays few."""
         edges, segment_P = self._edges(), self.segments()
         longest = max(LEAST_PIECES, -(-len(segment_P) // (4 * threads)))
         runs: list[PieceRun] = []
@@ -83,7 +89,7 @@ class Grid:
         return runs
 
     def segments(self) -> npt.NDArray[np.int64]:
-        """Returns each piece's segment, int64 [P]."""
+        """Returns the index of each piece's segment, int64 [P]."""
         ends_S = np.cumsum(self.lengths)
         return np.searchsorted(ends_S, self._edges()[:-1], side="right").astype(np.int64)
 
@@ -93,7 +99,7 @@ class Grid:
         return sums_S.astype(np.float64)
 
     def _edges(self) -> npt.NDArray[np.int64]:
-        """Returns the boundaries of all pieces, in blocks."""
+        """Returns the boundaries of all pieces in blocks, int64 [P + 1]."""
         ends_S = np.cumsum(self.lengths)
         cuts = [stop // self.block for _, stop in self.ranges]
         edges = np.unique(np.r_[0, np.arange(0, ends_S[-1], PIECE_BLOCKS), ends_S, cuts])
@@ -111,7 +117,8 @@ def make_grid(fragment: Fragment, block: int, shard_elements: int, merge: Merge 
         fragment: the layout's fragment.
         block: the layout's block size.
         shard_elements: the run's `sync.shard_elements`.
-        merge: "rda": each segment by the layout's rule; other rules apply to all segments.
+        merge: the run's merge rule. With "rda" each segment has the layout's rule; any other rule
+            applies to all segments.
     """
     rules = fragment.segment_rules()
     segment_of_block_B = fragment.segment_of_block(block)
