@@ -1,1 +1,1 @@
-"""The owner of one fragment: it feeds events to the machine of `core`, and performs the effects."""
+"""The owner of a fragment: feeds events to the state machine of `core`, carries out its effects."""

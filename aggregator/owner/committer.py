@@ -1,4 +1,4 @@
-"""Makes, stores and commits a fragment's records, by compare-and-swap, while its machine works.
+"""Makes, stores and commits a fragment's records, by compare-and-swap, in the background.
 
 A record has three parts: the machine's decisions (`core/decisions.py`), the facts about arrays and
 objects (`RecordContents`), and the identity of the process that makes it.
@@ -32,7 +32,7 @@ from diloco.common.storage.tape import record_digest
 class RecordContents(NamedTuple):
     """A record's fields about the arrays at its version, and the objects that hold them.
 
-    Field by field as in `wire.Record`.
+    Each field is the field of this name in `wire.Record`.
     """
 
     inputs: tuple[wire.Input, ...]
@@ -54,12 +54,12 @@ class RecordContents(NamedTuple):
 
 
 def contents_of(record: wire.Record) -> RecordContents:
-    """Returns the contents that a record states."""
+    """Returns the fields of a record that are in `RecordContents`."""
     return RecordContents(**{name: getattr(record, name) for name in RecordContents._fields})
 
 
 def unchanged(previous: wire.Record, merged_at_s: float) -> RecordContents:
-    """Returns the contents of a verdict: the previous version stays, and nothing was merged."""
+    """Returns the contents of a record of verdicts alone: those of `previous`, nothing merged."""
     return contents_of(previous)._replace(
         inputs=(), factors=b"", kept=b"", radii=b"", delta=None, merged_at_s=merged_at_s
     )
@@ -78,12 +78,12 @@ def compose(
     """Returns a record of a fragment, made by this process.
 
     Args:
-        context: the process, its run and epoch.
+        context: the context of the process, with its run and epoch.
         fragment: the fragment's index.
         decided: the machine's decisions.
         contents: the facts about arrays and objects.
-        previous: the fragment's previous record; None for the first of a tape.
-        totals: sums of the fragment's records up to this one.
+        previous: the fragment's previous record; None for the first record of a tape.
+        totals: sums of the fragment's records, this one included.
         restored_version: the version whose contents a rollback repeats; else None.
     """
     return wire.Record(
@@ -105,7 +105,7 @@ def compose(
 
 
 def cited(record: wire.Record, record_seq: int) -> wire.Record:
-    """Returns a record as later records cite it: an `outer_seq` of 0 becomes its own sequence."""
+    """Returns a record with an `outer_seq` of 0, "this record", replaced by `record_seq`."""
     return record.model_copy(update={"outer_seq": record.outer_seq or record_seq})
 
 
@@ -115,7 +115,7 @@ NOTHING = wire.Totals(**dict.fromkeys(wire.Totals.model_fields, 0))
 def sum_up(
     before: wire.Totals, inputs: tuple[wire.Input, ...], rejected: tuple[wire.Rejected, ...]
 ) -> wire.Totals:
-    """Returns the sums with one more record; each is limited to the greatest count."""
+    """Returns `before` plus the counts of one more record; no sum exceeds `wire.GREATEST`."""
     return wire.Totals(
         updates_merged=_sum(before.updates_merged, len(inputs)),
         updates_rejected=_sum(before.updates_rejected, len(rejected)),
@@ -131,7 +131,13 @@ def _sum(*counts: int) -> int:
 
 
 class Version(NamedTuple):
-    """A version that is made and not stored; `with_snapshot`: its arrays are to be stored too."""
+    """A version whose outer step is taken and whose objects are not stored yet.
+
+    Attributes:
+        made: the closed round.
+        merged_at_s: when the outer step was taken, in seconds of Unix time.
+        with_snapshot: True if view and outer state are to be stored in addition to the delta.
+    """
 
     made: ClosedRound
     merged_at_s: float
@@ -139,11 +145,11 @@ class Version(NamedTuple):
 
 
 async def make_version(context: Context, arrays: FragmentArrays, state: State) -> Version:
-    """Closes the round on the arrays, which makes the version.
+    """Makes a version: takes the outer step over the updates that the round has merged.
 
     Args:
         context: the aggregator's context.
-        arrays: the fragment's arrays, with the round's sum; changed in place.
+        arrays: the fragment's arrays, whose sum has these updates; changed in place.
         state: the machine's state when the round closed.
     """
     settings = arrays.own_settings
@@ -164,13 +170,13 @@ async def store_version(
     previous: wire.Record,
     logger: log.Logger,
 ) -> RecordContents:
-    """Stores the objects of a version, while the next round may merge already.
+    """Stores the objects of a version, while the next round may merge; returns its contents.
 
     Args:
         context: the aggregator's context.
-        arrays: the fragment's arrays; view and outer state are those of the version.
+        arrays: the fragment's arrays, whose view and outer state are of this version.
         version: the version's number.
-        made_version: the version's delta and numbers.
+        made_version: the version, with its delta.
         previous: the fragment's newest record.
         logger: the fragment's logger.
     """
@@ -195,7 +201,7 @@ async def with_snapshot(
     contents: RecordContents,
     logger: log.Logger,
 ) -> RecordContents:
-    """Stores view and outer state of this version; returns the contents that name them."""
+    """Stores view and outer state of a version; returns `contents` with references to them."""
     view, outer = arrays.view_object(), arrays.outer_object()
     return contents._replace(
         snapshot=await store_version_object(context, fragment, version, "view", view, logger),
@@ -215,7 +221,18 @@ async def store_version_object(
     data: bytes | Buffers,
     logger: log.Logger,
 ) -> wire.ObjectRef:
-    """Stores an object of a version under a name with its digest; retries for ever."""
+    """Stores an object under a name with its digest; returns a reference to it.
+
+    Retries for as long as the store is unreachable.
+
+    Args:
+        context: the aggregator's context.
+        fragment: the fragment's index.
+        version: the version.
+        what: "delta", "view", "outer" or "record".
+        data: the object's bytes.
+        logger: the fragment's logger.
+    """
     name = names.version_object(context.run, fragment, version, what, shards.digest(data))
     await context.runtime.retry(
         f"storing {what}",
@@ -227,7 +244,7 @@ async def store_version_object(
 
 
 async def commit_record(context: Context, record: wire.Record, base_id: str = "") -> int:
-    """Publishes a record after the one that it names as its base; returns its sequence.
+    """Publishes a record as the successor of `record.base_seq`; returns its stream sequence.
 
     The body of a large record is stored as an object, named after a version that is not committed
     yet, so that garbage collection cannot remove the object before the record is committed.
@@ -235,10 +252,10 @@ async def commit_record(context: Context, record: wire.Record, base_id: str = ""
     Args:
         context: the aggregator's context.
         record: the record to publish.
-        base_id: attempt id of the base record, to be compared too; '' to skip that.
+        base_id: attempt id of the base record, to be compared too; '' for no comparison.
 
     Raises:
-        SwapLostError: another record follows the base.
+        SwapLostError: another record succeeds the base.
     """
     payload = wire.encode(record)
     if len(payload) > context.record_bytes:
@@ -254,7 +271,7 @@ async def commit_record(context: Context, record: wire.Record, base_id: str = ""
     return await swap(context, subject, payload, record.attempt_id, record.base_seq, base_id)
 
 
-# Seconds between two samples of ignored messages, for each reason.
+# The least seconds between two logged messages with the same reason.
 SAMPLE_S = 1.0
 
 
@@ -269,7 +286,7 @@ class Samples:
         self._unseen: Counter[str] = Counter()
 
     async def take(self, subject: str, reason: str, detail: str) -> None:
-        """Counts a message; logs and publishes it unless one with its reason was just logged."""
+        """Counts a message; logs and publishes it unless one with this reason was just logged."""
         self._context.metrics.add(metrics.IGNORED, 1, reason)
         now_s = self._context.runtime.clock()
         self._unseen[reason] += 1
@@ -284,7 +301,7 @@ class Samples:
     async def show(
         self, learner: str, incarnation: int, seq: int, reason: str, detail: str
     ) -> None:
-        """Publishes a copy of a verdict for people; a failure to publish is logged."""
+        """Publishes a copy of a rejection for operators; a failure to publish is logged."""
         rejection = wire.Rejection(
             fragment=self._fragment,
             learner=learner,
@@ -307,10 +324,10 @@ class Committer:
         context: the aggregator's context.
         newest: the fragment's newest record.
         arrays: the fragment's arrays.
-        samples: publishes copies of verdicts for people.
-        answer: gives the machine its event once a record is committed.
-        tasks: the tenure's tasks; fail with `SwapLostError` if another record is committed instead.
-        on_snapshot: called when a stored state is committed.
+        samples: publishes copies of rejections for operators.
+        answer: called with the event for the machine once a record is committed.
+        tasks: runs the commits; fails with `SwapLostError` if another record is committed instead.
+        on_snapshot: called when a version is committed whose view and outer state are stored.
         logger: the fragment's logger.
 
     Attributes:
@@ -338,7 +355,10 @@ class Committer:
         self._logger = logger
 
     async def begin(self, rules: FragmentRules, commit: Commit) -> events.Made | None:
-        """Makes the version, if there is one; stores and publishes its record in the background."""
+        """Makes the version of `commit`, and starts to store and publish the record.
+
+        Returns the event that the version is made; None if the record has verdicts alone.
+        """
         version = None
         if commit.what == "version":
             version = await make_version(self._context, self._arrays, commit.state)
@@ -348,7 +368,7 @@ class Committer:
         return events.Made(version.merged_at_s, version.made.view_digest)
 
     async def _commit(self, rules: FragmentRules, commit: Commit, version: Version | None) -> None:
-        """Stores the objects, publishes the record by compare-and-swap, and tells the machine."""
+        """Stores the objects, publishes the record by compare-and-swap, and calls `answer`."""
         context, clock = self._context, self._context.runtime.clock
         record = await self._draft(rules, commit, version)
         with timing(context.metrics, clock, "publish"):
@@ -412,10 +432,7 @@ def count_record(counted: Metrics, before: wire.Record, record: wire.Record) -> 
 
 
 def count_waits(counted: Metrics, merged: Iterable[Admitted], committed_at_s: float) -> None:
-    """Observes the time from each merged update's announcement to its commit, by the owner's clock.
-
-    The announcement counts from when the owner received it.
-    """
+    """Observes the seconds from the arrival of each merged update's manifest to the commit."""
     for one in merged:
         waited_s = max(0.0, committed_at_s - one.announced_at_s)
         counted.observe(metrics.WAIT, waited_s, one.manifest.learner)
@@ -423,7 +440,7 @@ def count_waits(counted: Metrics, merged: Iterable[Admitted], committed_at_s: fl
 
 @contextlib.contextmanager
 def timing(counted: Metrics, clock: Callable[[], float], part: str) -> Iterator[None]:
-    """Measures how long the `with` block, a part of a round, takes, unless the block raises."""
+    """Observes the duration of the `with` block as phase `part` of a round, unless it raises."""
     began_s = clock()
     yield
     counted.observe(metrics.ROUND, clock() - began_s, part)

@@ -1,11 +1,11 @@
 """Downloads an update's shards from the store, verifies them, and puts their blocks in order.
 
-`UpdateFetcher` does so for a fragment's owner, concurrently with its machine, a few updates at
-once.
+A fragment's owner has an `UpdateFetcher`, which does this for a few updates at once, while the
+fragment's state machine works.
 
-A store that is slow for everybody rejects no update: each attempt may take twice as long as the
-previous one. If one update is slow while updates of other learners are read completely, its sender
-is at fault.
+If the store is slow for all learners' updates, no update is rejected: each attempt may take twice
+as long as the previous one. If one update is slow while updates of other learners are read
+completely, the update's sender is at fault, and the update is rejected.
 """
 
 import asyncio
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
 
 
 class Reads(Protocol):
-    """The methods of a store that are needed to read an update."""
+    """The method of an object store that is needed to read an update."""
 
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """Implements `ObjectStore.get`."""
+        """Returns the bytes of the object `name`; arguments and errors as of `ObjectStore.get`."""
 
 
 def read_payload(
@@ -62,14 +62,20 @@ def read_payload(
     arithmetic: "Arithmetic | None" = None,
     threads: int = 1,
 ) -> "Payload":
-    """Reads, verifies and measures all shards of an update, on `threads` threads.
+    """Reads and verifies all shards of an update; returns the update with its norms.
 
-    `arithmetic` measures the update's norms; None: the aggregators' own.
+    Args:
+        store: the store.
+        manifest: the update's manifest.
+        grid: the grid of the update's fragment.
+        arithmetic: the functions that compute the norms; None: `PRODUCTION`.
+        threads: the number of threads that compute the norms.
 
     Raises:
         ObjectMissingError: a shard that the manifest names is missing.
         WireError: a shard differs from the manifest. The reason is "oversize" (nothing was read),
-            "checksum", "unreadable", one of `shards.unpack`, or "shards" as in `slices.partition`.
+            "checksum", "unreadable", "shards" (the slices do not cover the fragment once), or one
+            of `shards.unpack`.
         StoreUnavailableError: a transient fault.
         StoreSlowError: a `Limited` store's time is over.
     """
@@ -93,11 +99,12 @@ def read_input(store: Reads, grid: Grid, taken: wire.Input) -> tuple[Encoded, ..
 def read_parts(
     store: Reads, codec: Any, entries: Sequence[wire.Shard], grid: Grid
 ) -> Iterator[Encoded]:
-    """Yields an update as one part for each of the grid's ranges, however its sender has cut it.
+    """Yields an update's scales and codes as one part for each of the grid's ranges, in order.
 
-    Memory: shards that equal the grid's ranges are read one by one as the parts are asked for, and
-    used in place. Others are copied to their places, which takes memory for the update's scales and
-    codes, and for one shard, which is at most as long as the longest range.
+    The sender may have divided the update into shards in another way. Memory: shards that equal the
+    grid's ranges are read one by one as the parts are asked for, and not copied. Other shards are
+    copied into arrays of the whole update, which takes memory for these arrays and for one shard;
+    no shard is longer than the longest range.
 
     Raises:
         As `read_payload`.
@@ -110,7 +117,7 @@ def read_parts(
 
 
 def cut_alike(entries: Sequence[wire.Shard], grid: Grid) -> bool:
-    """True if an update's shards are the grid's ranges."""
+    """True if an update's shards are exactly the grid's ranges, in order."""
     if len(entries) != len(grid.ranges):
         return False
     return all(
@@ -161,7 +168,12 @@ DOUBLINGS: Final = 10
 
 
 class Limited:
-    """A store whose reads together may take at most a number of seconds."""
+    """A store whose reads together may take a limited time.
+
+    Args:
+        store: the store to read from.
+        left_s: the seconds that all reads together may take.
+    """
 
     def __init__(self, store: Reads, left_s: float) -> None:
         self._store = store
@@ -170,10 +182,12 @@ class Limited:
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """Implements `ObjectStore.get`, within the seconds that are left.
+        """Returns the bytes of the object `name`, read within the seconds that are left.
+
+        Other arguments and errors as of `ObjectStore.get`.
 
         Raises:
-            StoreSlowError: the seconds are over.
+            StoreSlowError: the read takes longer.
         """
         left_s = self._left_s if within_s is None else min(within_s, self._left_s)
         began_s = time.monotonic()
@@ -184,13 +198,13 @@ class Limited:
 
 
 class Patience:
-    """The time limits for reading one update, over all attempts."""
+    """The time limits of the attempts to read one update, and the count of slow attempts."""
 
     def __init__(self, manifest: wire.Manifest) -> None:
         size_bytes = sum(shard.size_bytes for shard in manifest.shards)
         self._first_s = FIRST_S + size_bytes / LEAST_BYTES_PER_S
         self._slow = 0  # the attempts that took too long
-        self._alone = 0  # those among them during which others' updates were read
+        self._alone = 0  # of these, the attempts during which others' updates were read
 
     @property
     def within_s(self) -> float:
@@ -198,15 +212,20 @@ class Patience:
         return float(self._first_s * 2 ** min(self._slow, DOUBLINGS))
 
     def lost(self, error: StoreSlowError, *, others_read: bool) -> None:
-        """Notes an attempt that took too long; `others_read`: others' updates were read meanwhile.
+        """Notes an attempt that took too long.
+
+        Args:
+            error: the error of the attempt.
+            others_read: True if updates of other learners were read during the attempt.
 
         Raises:
-            WireError: "slow": the sender is at fault.
+            WireError: with reason "slow", at the second attempt with `others_read`: the sender is
+                at fault.
         """
         self._slow += 1
         self._alone += others_read
-        # Once proves nothing: the store may have recovered after this attempt began, and before
-        # the others' did.
+        # One such attempt proves nothing: the store may have recovered after the attempt began, and
+        # before the reading of the others' updates did.
         if self._alone > 1:
             what = f"slow {self._slow} times, while others were read: {error.message}"
             raise WireError(Reason.SLOW, what) from error
@@ -227,8 +246,8 @@ class UpdateFetcher:
     Args:
         context: the aggregator's context.
         grid: the fragment's grid.
-        answer: gives the machine its event, with the payload of a verified update; after using a
-            payload, call `release`.
+        answer: called with the event for the machine, `Fetched` or `Failed`, and with the payload
+            if the update is verified. Whoever has used a payload must call `release`.
         tasks: the tenure's tasks.
         logger: the fragment's logger.
     """
@@ -247,15 +266,15 @@ class UpdateFetcher:
         self._tasks = tasks
 
     def start(self, fetch: Fetch) -> None:
-        """Reads an update as soon as there is room for its payload."""
+        """Starts to read an update, as soon as fewer than `FETCHES` payloads are in memory."""
         self._tasks.start(self._fetch(fetch))
 
     def release(self) -> None:
-        """Notes that a payload was used, which makes room for another."""
+        """Notes that a payload was used, so that another update may be read."""
         self._free.release()
 
     async def _fetch(self, fetch: Fetch) -> None:
-        """Reads an update, and gives the machine the event `Fetched` or `Failed`."""
+        """Reads an update, and calls `answer` with `Fetched` and the payload, or with `Failed`."""
         runtime = self._context.runtime
         try:
             payload = await self._read_at_last(fetch)
@@ -273,15 +292,16 @@ class UpdateFetcher:
         await self._answer(failed, None)
 
     async def _read_at_last(self, fetch: Fetch) -> "Payload":
-        """Reads the update, however long the store is away.
+        """Reads the update; retries for as long as the store is unreachable.
 
         A failure that is neither a transient fault nor explained by the sender's bytes may be a
-        lack of memory or file handles, or a bug of ours. The reading is repeated, and the update is
-        rejected only if it has failed twice while the updates of others were verified.
+        lack of memory or file handles, or a bug of ours. Then the reading is repeated, and the
+        update is rejected only if its reading failed twice while other learners' updates were
+        verified.
 
         Raises:
-            ObjectMissingError, WireError: as `read_payload`; also with the reason "internal" for
-                such a repeated failure, or "slow" (`Patience.lost`).
+            ObjectMissingError, WireError: as `read_payload`. Further reasons of `WireError` are
+                "internal" for such a repeated failure, and "slow" (`Patience.lost`).
         """
         failures, pause_s = 0, FIRST_PAUSE_S
         patience = Patience(fetch.manifest)
@@ -308,7 +328,7 @@ class UpdateFetcher:
         return sum(self._passed.values()) - self._passed[fetch.update.learner]
 
     async def _read(self, fetch: Fetch, patience: Patience) -> "Payload":
-        """Makes one attempt; between attempts it occupies no room for payloads."""
+        """Makes one attempt to read an update; after a failure no payload counts as in memory."""
         await self._free.acquire()
         context, learner = self._context, fetch.update.learner
         began_s = context.runtime.clock()
@@ -326,7 +346,7 @@ class UpdateFetcher:
         return payload
 
     def _read_and_keep(self, store: Limited, manifest: wire.Manifest) -> "Payload":
-        """Reads and verifies an update; protects its shards first from removal by their sender."""
+        """Reads and verifies an update; first protects its shards from deletion by their sender."""
         if isinstance(self._context.store, Keeps):
             for shard in manifest.shards:
                 self._context.store.keep(shard.name, shard.size_bytes)
@@ -335,5 +355,5 @@ class UpdateFetcher:
         )
 
     def _others_read_since(self, since_s: float, learner: str) -> bool:
-        """True if another learner's update was verified whose reading began after `since_s`."""
+        """True if an update of another learner, read from `since_s` on, was verified."""
         return any(at_s >= since_s for name, at_s in self._began_s.items() if name != learner)

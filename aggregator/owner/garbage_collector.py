@@ -1,10 +1,10 @@
 """Deletes the garbage that `core/garbage.py` finds, for a fragment's owner or for an operator.
 
-The order of the steps matters, and each is harmless if none follows it:
+The order of the steps matters, and stopping after any of them does no harm:
 1. list the store; objects stored later are not considered;
 2. find out which learners may still announce updates, and which checkpoints there are;
-3. read the fragment's records up to the newest, which answers all updates answered meanwhile;
-4. check that no newer tape of the run was begun, whose objects are not ours to judge;
+3. read the fragment's records up to the newest, so that no verdict given since step 2 is missed;
+4. check that no newer tape of the run exists: its objects are not this collector's to delete;
 5. trim the tape, then delete objects: a record on the tape may name the object of its body.
 """
 
@@ -46,15 +46,15 @@ class RetainedCheckpoints(NamedTuple):
     """The checkpoints that keep their objects.
 
     Attributes:
-        versions: the versions of all fragments, for each pinned checkpoint.
-        stale: the files of checkpoints that no longer keep anything.
+        versions: for each such checkpoint, the version of each fragment.
+        stale: the files of the other checkpoints, to be deleted.
     """
 
     versions: tuple[tuple[int, ...], ...]
     stale: tuple[ObjectInfo, ...]
 
     def of(self, fragment: int) -> frozenset[int]:
-        """Returns the versions of a fragment that are pinned."""
+        """Returns the versions of a fragment whose view and outer state checkpoints need."""
         return frozenset(versions[fragment] for versions in self.versions)
 
 
@@ -63,9 +63,9 @@ class ShardListing:
 
     In object names the learner precedes the fragment, so that one access rule restricts a learner.
     Listing one fragment's shards would take a request for each learner; listing all shards takes
-    one for each page of objects. A listing is divided by fragment, and each part is kept until its
-    fragment's next collection takes it. So a part may be as old as that fragment's previous
-    collection. Shards that were stored later wait for the next listing.
+    one for each page of objects. A listing is divided by fragment. The list of a fragment stays in
+    memory until the fragment's next collection takes it, so it may be as old as the fragment's
+    previous collection. Shards that were stored later are in the next listing.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class ShardListing:
     async def of(
         self, fragment: int, run: str, store: ObjectStore, runtime: Runtime
     ) -> list[ObjectInfo]:
-        """Returns the shards of all learners' updates of a fragment.
+        """Returns the shards of all learners' updates of a fragment; lists the store if necessary.
 
         Raises:
             StoreError: the store cannot be listed.
@@ -94,7 +94,7 @@ class ShardListing:
 
 
 def _parts(store: ObjectStore, run: str, fragments: frozenset[int]) -> dict[int, list[ObjectInfo]]:
-    """Lists the shards, by fragment; blocks."""
+    """Lists the shards of these fragments, by fragment; blocks the thread."""
     found: dict[int, list[ObjectInfo]] = {fragment: [] for fragment in fragments}
     for info in store.walk(names.learners_prefix(run)):
         sent = names.parse_shard(run, info.name)
@@ -106,14 +106,14 @@ def _parts(store: ObjectStore, run: str, fragments: frozenset[int]) -> dict[int,
 class Collector:
     """Collects the garbage of one fragment in the background.
 
-    The owner of fragment 0 also collects what belongs to the whole run: joins and leaves on the
+    The owner of fragment 0 also collects the garbage of the whole run: joins and leaves on the
     tape, and files of old checkpoints.
 
     Args:
         context: the aggregator's context.
         fragment: the fragment's index.
         state: returns the state of the owner's machine; None while it recovers.
-        shards: shared by the collectors of all fragments of this process.
+        shards: the listing of shards, shared by the collectors of all fragments of this process.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Collector:
         state = self._state()
         # While a record is being stored, no record on the tape names its inputs yet.
         if state is None or state.storing is not None or not memory.has_met_all(state):
-            return  # It may know a new life, but not yet all updates of the life before.
+            return  # It may know an incarnation, but not yet all updates of the one before.
         fleet = fleet_of(state)
         found = await self._list()
         retained = await read_retained(context, context.gc.keep_checkpoints, self._logger)
@@ -197,7 +197,7 @@ class Collector:
         )
 
     async def _list(self) -> list[ObjectInfo]:
-        """Lists the fragment's objects and shards."""
+        """Returns the fragment's objects in the store, and the shards of its updates."""
         context, prefix = self._context, names.fragment_prefix(self._context.run, self._fragment)
         stored = await context.runtime.call(context.store.list, prefix)
         return stored + await self._shards.of(
@@ -206,7 +206,7 @@ class Collector:
 
 
 def fleet_of(state: State) -> Announcers:
-    """Returns the learners that may still announce updates, as the machine knows them."""
+    """Returns each learner's newest incarnation, and the updates without a committed verdict."""
     manifests = [
         *(waiting.manifest for waiting in state.pending.values()),
         *(admitted.manifest for admitted in state.admitted),
@@ -220,8 +220,13 @@ def fleet_of(state: State) -> Announcers:
 async def read_retained(context: RunContext, keep: int, logger: log.Logger) -> RetainedCheckpoints:
     """Returns the checkpoints that keep their objects, of this tape and of earlier ones.
 
+    Args:
+        context: the run's context.
+        keep: the number of newest checkpoints that keep their objects, as `gc.keep_checkpoints`.
+        logger: gets a warning for each message or file that cannot be decoded.
+
     Raises:
-        BusError, StoreError: bus or store are away.
+        BusError, StoreError: bus or store are unreachable, or do not permit reading.
     """
     marked = await _marked(context, logger)
     files = await context.runtime.call(context.store.list, names.checkpoint_prefix(context.run))
@@ -243,7 +248,7 @@ async def read_retained(context: RunContext, keep: int, logger: log.Logger) -> R
 
 
 async def _marked(context: RunContext, logger: log.Logger) -> dict[str, tuple[int, ...]]:
-    """Returns the versions of each checkpoint on the tape, by the checkpoint's name."""
+    """Returns the version of each fragment, for each checkpoint on the tape, by its name."""
     subject = names.checkpoint(context.run)
     last = await context.bus.last(context.tape, subject)
     found: dict[str, tuple[int, ...]] = {}
@@ -260,10 +265,10 @@ async def _marked(context: RunContext, logger: log.Logger) -> dict[str, tuple[in
 
 
 async def read_on(context: RunContext, ledger: Ledger) -> None:
-    """Extends a ledger to the fragment's newest record.
+    """Adds the fragment's records since the last call to a ledger, up to the newest.
 
     Raises:
-        DilocoError: as `records_of`.
+        DilocoError: a record cannot be read.
     """
     async for item in records_of(context, ledger.fragment, ledger.newest_seq + 1):
         body = item.body.name if item.body else None
@@ -271,7 +276,7 @@ async def read_on(context: RunContext, ledger: Ledger) -> None:
 
 
 async def check_epoch(context: RunContext) -> None:
-    """Refuses to go on if a newer tape of the run exists, which may have made some of the objects.
+    """Raises if the run has a newer tape, whose aggregators may have stored some of the objects.
 
     Raises:
         RunMismatchError: the run was resumed on a newer tape.
@@ -285,7 +290,7 @@ async def check_epoch(context: RunContext) -> None:
 
 
 def check_tape_is_newest(ledger: Ledger, found: Iterable[ObjectInfo]) -> None:
-    """Refuses to go on if the store has objects of versions beyond the tape's end.
+    """Raises if the store has objects of versions beyond the tape's end.
 
     Raises:
         IntegrityError: the tape ends before the fragment's objects.
@@ -303,7 +308,7 @@ async def answered_seq(context: RunContext, fragment: int) -> int:
     """Returns the sequence below which neither recovery nor a replay of a fragment reads the tape.
 
     Raises:
-        DilocoError: as `last_record`.
+        DilocoError: the fragment's newest record cannot be read.
     """
     newest, _ = await last_record(context, fragment)
     oldest = await first_message(context, names.record(context.run, fragment))
@@ -311,10 +316,10 @@ async def answered_seq(context: RunContext, fragment: int) -> int:
 
 
 async def trim_tape(context: RunContext, trims: Iterable[Trim]) -> None:
-    """Removes old messages; the last one of each subject always stays.
+    """Removes old messages from the tape; the last message of each subject always stays.
 
     Raises:
-        BusError: the bus is away, or does not permit it.
+        BusError: the bus is unreachable, or does not permit the removal.
     """
     for trim in trims:
         await context.bus.trim(context.tape, trim.subject, trim.below_seq)
@@ -324,7 +329,7 @@ async def delete(context: RunContext, objects: Sequence[str]) -> None:
     """Deletes objects from the store, in batches off the event loop.
 
     Raises:
-        StoreError: the store is away, or does not permit it.
+        StoreError: the store is unreachable, or does not permit the deletion.
     """
 
     def some(batch: Sequence[str]) -> None:

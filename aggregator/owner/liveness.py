@@ -1,14 +1,16 @@
-"""Signs of life: tells the machines which learners are live, and ends lives that stay silent.
+"""Liveness of learners: tells the state machines who is live, and expires silent learners.
 
-If a learner is silent and holds shares of the data, an aggregator ends its life, which frees them:
-1. It publishes a join under the learner's name, after its newest one: no update of the silent life
+A learner is live while it sends heartbeats, joins or updates. Each join of a learner begins a new
+incarnation, which supersedes the one before. If a learner that holds shares of the data is silent
+for `aggregator.share_expiry_s`, an aggregator ends the learner's incarnation, to free the shares:
+1. The aggregator publishes a join under the learner's name: no update of the silent incarnation
    that is stored later is merged. (A second process under one name ends the first in this way too.)
-2. It reads all that was announced before that join, to find the position that the life reached.
-3. It publishes a leave with that position, and the end of the life's holdings.
+2. It reads all messages before that join, to find the data position that the learner reached.
+3. It publishes a leave with that position, and a claim that ends the learner's shares.
 
-Several aggregators may try at once, since the join uses compare-and-swap. If one dies in between,
-the life that it began is silent too, and is ended in turn. If the learner comes back, it is
-superseded: it joins again and claims free shares.
+Several aggregators may try at once, since the join uses compare-and-swap. If an aggregator dies
+between these steps, the incarnation that its join began is silent too, and expires later. If the
+learner comes back, it finds itself superseded, joins again and claims free shares.
 """
 
 import asyncio
@@ -48,8 +50,12 @@ from diloco.common.storage.tape import (
 class LivenessWatch:
     """Reads heartbeats, and tells the owners' machines which learners are live (`core/members.py`).
 
+    Args:
+        context: the aggregator's context.
+        owners: the owners of this process's fragments, as a view that stays current.
+
     Attributes:
-        hearing: the signs of life so far.
+        hearing: when this process received which learner's signs of life.
     """
 
     def __init__(self, context: Context, owners: Collection[FragmentOwner]) -> None:
@@ -58,13 +64,13 @@ class LivenessWatch:
         self.hearing = Hearing(context.runtime.clock())
 
     def _live_s(self) -> float:
-        """Returns the longest silence of a live learner: the maximum over the owners' settings."""
+        """Returns the seconds of silence after which no owner's settings call a learner live."""
         own = self._context.settings.quorum.liveness_timeout_s
         rules = [owner.tenure.rules for owner in self._owners if owner.tenure is not None]
         return max((each.quorum.liveness_timeout_s for each in rules), default=own)
 
     async def watch(self) -> None:
-        """Reads heartbeats and updates the machines, for ever."""
+        """Reads heartbeats, and sends the machines changes of liveness; never returns."""
         await first_of(self._listen(), self._compare())
 
     async def _listen(self) -> None:
@@ -81,7 +87,7 @@ class LivenessWatch:
                 context.metrics.add(metrics.IGNORED, 1, error.reason)
                 continue
             if beat.state == "failed":
-                continue  # The last heartbeat of a life that has failed is no sign of life.
+                continue  # The last heartbeat of a failed process is no sign of life.
             now_s = context.runtime.clock()
             self.hearing.beat(beat.learner, beat.incarnation, now_s, self._live_s())
 
@@ -104,11 +110,11 @@ class LivenessWatch:
 
 
 class Expiry:
-    """Ends the lives of silent learners that hold shares of the data.
+    """Ends the incarnations of silent learners that hold shares of the data.
 
     Args:
         context: the aggregator's context.
-        hearing: the signs of life from heartbeats.
+        hearing: when this process received which learner's signs of life.
     """
 
     def __init__(self, context: Context, hearing: Hearing) -> None:
@@ -120,7 +126,7 @@ class Expiry:
         self._seen: dict[str, tuple[int, float]] = {}
 
     async def watch(self) -> None:
-        """Runs for ever; ends the life of each holder silent for `aggregator.share_expiry_s`."""
+        """Expires each learner that holds shares and is silent too long; never returns."""
         await first_of(self._follow(), self._look())
 
     async def _follow(self) -> None:
@@ -153,13 +159,13 @@ class Expiry:
         if newest is None or sizes is None:
             return
         if not same_tape(newest.seq, first_sequence(context.epoch)):
-            return  # A new tape has replaced ours, and its lives are not ours to end.
+            return  # A newer tape has replaced ours; its learners are not ours to expire.
         if (
             newest.msg_id.startswith(EXPIRY)
             and self._seen_for_s(learner, newest.seq) < context.share_expiry_s
         ):
             return  # Another aggregator was first and is about to finish, unless it has died.
-        # Before the life is ended: the store may be away.
+        # Read before the join is published, as the store may be unreachable.
         earlier = await earlier_positions(context)
         host = f"aggregator {context.name}"
         word = wire.Join(
@@ -227,15 +233,16 @@ class Expiry:
 async def reached_before(
     context: Context, learner: str, joined: int, earlier: int
 ) -> dict[int | None, int]:
-    """Returns the data positions that a learner reached before a join, as `data_reached` does.
+    """Returns the data positions that a learner reached before a join, by fragment, in batches.
 
+    The key None has the position by leave messages that name no fragment, and by earlier epochs.
     Messages are read in order up to that join, so that none is missing.
 
     Args:
         context: the aggregator's context.
         learner: the learner's name.
         joined: the join's sequence.
-        earlier: the learner's position when this epoch began.
+        earlier: the learner's position when this epoch began, in batches.
     """
     run, found = context.run, dict[int | None, int]({None: earlier})
     joins: list[int] = []

@@ -1,8 +1,9 @@
-"""The owners of fragments: each recovers its fragment, again if another process commits first.
+"""The owners of fragments: each recovers its fragment, and again if another process commits first.
 
-A tenure (`tenure.py`) reads the tape from its position, feeds the machine (`core/machine.py`), and
-carries out its effects: fetch, merge, announce, commit. A record of the fragment that the tenure
-did not write (another owner's, or an operator's rollback) ends it, and the next one begins from it.
+A tenure (`tenure.py`) reads the tape from the fragment's position, feeds the state machine
+(`core/machine.py`), and carries out the machine's effects: fetch, merge, announce, commit. A tenure
+ends when the tape has a record of the fragment that the tenure did not write: another owner's, or
+an operator's rollback. The next tenure begins from that record.
 
 At the end of the file: the metrics and the health of an aggregator, which show its fragments.
 """
@@ -33,7 +34,7 @@ class FragmentOwner:
         context: the aggregator's context.
         fragment: the fragment's index.
         leases: the leases of the fragments.
-        shards: shared by the garbage collectors of all fragments.
+        shards: the listing of shards, shared by the garbage collectors of all fragments.
 
     Attributes:
         fragment: the fragment's index.
@@ -56,10 +57,10 @@ class FragmentOwner:
         self._collector = Collector(context, fragment, self._state, shards)
 
     async def own(self) -> bool:
-        """Recovers from the tape and makes versions; again if another process commits first.
+        """Recovers from the tape and makes versions; recovers again if another process commits.
 
-        Returns True once the run has ended and every update stored before its end has been
-        answered, and False once another process owns the fragment.
+        Returns True once the run has ended and every update stored before its end has a verdict,
+        and False once another process has the lease of the fragment.
 
         Raises:
             IntegrityError: the stored objects do not give the recorded digests, or this process
@@ -108,6 +109,9 @@ class Owners:
     Args:
         context: the aggregator's context.
         leases: the leases of the fragments.
+
+    Attributes:
+        damaged: the fragments that this process refuses, with the error that is the reason.
     """
 
     def __init__(self, context: Context, leases: Leases | Everything) -> None:
@@ -120,7 +124,7 @@ class Owners:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def show(self) -> None:
-        """Registers with metrics and health, which then show the owned fragments when read."""
+        """Registers the owned fragments with metrics and health, which show them when read."""
         context, fragments = self._context, len(self._context.layout.fragments)
         context.metrics.on_scrape(
             lambda: show_owned(context.metrics, self._tenures(), fragments, len(self.damaged))
@@ -134,16 +138,16 @@ class Owners:
         return {fragment: owner.tenure for fragment, owner in [*self._owners.items()]}
 
     def all(self) -> Collection[FragmentOwner]:
-        """Returns a live view of the present owners."""
+        """Returns the present owners, as a view that follows `take` and `drop`."""
         return self._owners.values()
 
     def take(self, fragment: int) -> None:
-        """Begins to own a fragment."""
+        """Starts the task that owns a fragment."""
         self._owners[fragment] = FragmentOwner(self._context, fragment, self._leases, self._shards)
         self._tasks[fragment] = asyncio.ensure_future(self._own(fragment))
 
     async def drop(self, fragments: Iterable[int]) -> None:
-        """Ceases to own fragments; uncommitted work is dropped."""
+        """Cancels the tasks of these fragments and waits for them; uncommitted work is lost."""
         dropped = [f for f in fragments if f in self._tasks]
         for fragment in dropped:
             del self._owners[fragment]
@@ -192,9 +196,13 @@ def show_owned(
 ) -> None:
     """Sets the metrics of the fragments that this process owns.
 
-    `fragments` is P; `stopped` counts those that this process refuses. A fragment without a tenure
-    is being recovered. Sums are those of the newest record, so that they continue after a change of
-    owner.
+    Sums come from the fragment's newest record, so that they continue after a change of owner.
+
+    Args:
+        counted: the metrics.
+        tenures: the tenure of each owned fragment; None while the fragment is being recovered.
+        fragments: the number of fragments of the run, P.
+        stopped: the number of fragments that this process refuses.
     """
     counted.forget(*BY_FRAGMENT, metrics.PAUSED)
     counted.set(metrics.FRAGMENTS, fragments)
@@ -228,7 +236,13 @@ def _show_fragment(counted: Metrics, fragment: int, newest: wire.Record, state: 
 def describe(
     tenures: Mapping[int, Tenure | None], damaged: Mapping[int, str], fragments: int
 ) -> HealthView:
-    """Returns an aggregator's state, and the fragments that it cannot serve yet, or refuses."""
+    """Returns an aggregator's state in words, and why it does not serve some fragments.
+
+    Args:
+        tenures: the tenure of each owned fragment; None while the fragment is being recovered.
+        damaged: why this process refuses a fragment, by the fragment's index.
+        fragments: the number of fragments of the run, P.
+    """
     recovering = [fragment for fragment, tenure in tenures.items() if tenure is None]
     why = [f"refuses fragment {fragment}: {error}" for fragment, error in damaged.items()]
     why += [f"fragment {f} is being recovered" for f in recovering if f not in damaged]

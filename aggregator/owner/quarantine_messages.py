@@ -1,7 +1,8 @@
 """Quarantines and releases learners, by messages on the tape that all fragments' machines read.
 
-The machine of a fragment counts offences and asks for a quarantine (`core/admission.py`); an
-operator releases a learner, or quarantines one. Repeating a message has no further effect.
+A fragment's state machine counts a learner's offences and asks for the quarantine
+(`core/admission.py`). An operator releases a learner, or quarantines a learner by command.
+Repeating a message has no further effect.
 """
 
 from diloco.aggregator.context import Context
@@ -10,16 +11,16 @@ from diloco.common.storage.tape import decode_as, last_record
 
 
 async def quarantine(context: Context, learner: str, *, active: bool, reason: str) -> int:
-    """Publishes that a learner is quarantined or released; returns the message's sequence.
+    """Publishes that a learner is quarantined or released; returns the message's stream sequence.
 
     Args:
-        context: the process that asks for it.
-        learner: the learner.
+        context: the context of the publishing process.
+        learner: the learner's name.
         active: True to quarantine, False to release.
-        reason: a sentence for people.
+        reason: a sentence for operators.
 
     Raises:
-        BusUnavailableError: the bus is away; repeat.
+        BusUnavailableError: the bus is unreachable; the caller may repeat the call.
     """
     word = wire.Quarantine(
         run=context.run, learner=learner, active=active, reason=reason, by=context.name
@@ -29,12 +30,14 @@ async def quarantine(context: Context, learner: str, *, active: bool, reason: st
 
 
 async def quarantined_learners(context: Context) -> frozenset[str]:
-    """Returns the quarantined learners: by the last message on each, else by the newest records.
+    """Returns the names of the quarantined learners.
 
-    The messages stay on their tape for ever; those of earlier tapes are known from records alone.
+    A learner's last quarantine message on the tape decides; it is never trimmed. For a learner
+    without such a message the fragments' newest records decide, which carry quarantines over from
+    earlier tapes.
 
     Raises:
-        RunMismatchError, IntegrityError: as `last_record`.
+        RunMismatchError, IntegrityError: a fragment's newest record cannot be read.
     """
     fragments = range(len(context.layout.fragments))
     memories = [(await last_record(context, fragment))[0].policy for fragment in fragments]

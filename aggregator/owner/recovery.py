@@ -1,7 +1,8 @@
 """Recovers a fragment from the newest stored outer state and the records after it.
 
-Every version since that state is merged again from the inputs that its record names, and its
-digests are compared. Nothing else is needed, and nothing is trusted without a matching digest.
+Every version since that state is merged again from the inputs that its record names, and the
+digests of view and outer state are compared with the recorded ones. Nothing else is needed, and
+nothing is trusted without a matching digest.
 """
 
 import asyncio
@@ -35,10 +36,14 @@ MOST_AHEAD: Final = 16
 
 
 class Recovered(NamedTuple):
-    """A fragment as of its newest record.
+    """A fragment at one of its records, usually the newest.
 
-    `settings` are the run's settings at that record; `merged_again` counts the versions that were
-    merged again to get there.
+    Attributes:
+        record: the record, as `cited` returns it.
+        record_seq: the record's stream sequence.
+        settings: the run's settings at that record.
+        arrays: the fragment's arrays after that record.
+        merged_again: the number of versions that were merged again for this.
     """
 
     record: wire.Record
@@ -49,11 +54,11 @@ class Recovered(NamedTuple):
 
 
 async def recover(context: Context, fragment: int) -> Recovered:
-    """Recovers a fragment's arrays as of its newest record.
+    """Recovers a fragment at its newest record.
 
     Raises:
         IntegrityError: stored objects do not give the recorded digests, or are gone.
-        RunMismatchError: the run has no such fragment.
+        RunMismatchError: the tape has no record of the fragment.
         BusUnavailableError, StoreUnavailableError: transient faults; call again.
     """
     newest, newest_seq = await last_record(context, fragment)
@@ -72,18 +77,19 @@ async def recover(context: Context, fragment: int) -> Recovered:
 
 
 def missing_object(error: DilocoError) -> ObjectMissingError | None:
-    """Returns the missing object that prevented making a version again; None for other errors."""
+    """Returns `error` or its cause, if that is a missing object; None if neither is."""
     why = error if isinstance(error, ObjectMissingError) else error.__cause__
     return why if isinstance(why, ObjectMissingError) else None
 
 
 async def rebuild(context: Context, record: wire.Record, record_seq: int) -> Recovered:
-    """Returns a fragment's arrays as of one of its records.
+    """Recovers a fragment at one of its records.
 
-    If the stored state is damaged or gone, an older one is used.
+    Starts from the stored state, view and outer state, that the record names, or from an older one
+    if that state is damaged or gone.
 
     Raises:
-        ObjectMissingError: there is no stored state to begin from, or a record after it is gone.
+        ObjectMissingError: there is no stored state to start from, or a record after it is gone.
         DilocoError: as `recover`.
     """
     outer_seq = record.outer_seq or record_seq
@@ -112,7 +118,7 @@ async def rebuild(context: Context, record: wire.Record, record_seq: int) -> Rec
 
 
 async def _merge_again(context: Context, arrays: FragmentArrays, record: wire.Record) -> None:
-    """Makes a version again; reads some inputs ahead, as each read waits for the store.
+    """Merges a recorded version again; reads some inputs ahead, as each read waits for the store.
 
     Raises:
         As `FragmentArrays.merge_again`, and as `recover`.
@@ -149,10 +155,10 @@ async def _load_older_state(
     record_seq: int,
     error: ObjectMissingError | IntegrityError,
 ) -> tuple[FragmentArrays, int]:
-    """Returns the arrays at a stored version before the newest one, and its record's sequence.
+    """Returns (arrays, record sequence) of a stored state older than the one that `record` names.
 
     Raises:
-        ObjectMissingError, IntegrityError: `error`, if no older state can be read.
+        ObjectMissingError, IntegrityError: the argument `error`, if no older state can be read.
     """
     older = await older_snapshot(context, record, record_seq)
     if older is not None:
@@ -170,7 +176,7 @@ async def _load_older_state(
 
 
 async def _load_outer_state(context: Context, at: wire.Record) -> FragmentArrays:
-    """Returns the arrays at `at.outer_version`, where view and outer state were stored together."""
+    """Returns the arrays from the stored view and outer state that the record `at` names."""
 
     def load() -> FragmentArrays:
         return FragmentArrays.from_objects(

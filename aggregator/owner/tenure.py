@@ -1,8 +1,9 @@
 """One tenure of a fragment: from a recovered record until another process commits a record.
 
-It turns the tape's messages into events for the machine. While a version is being made, the machine
-receives no events: those from the tape and from fetches wait in a queue, in order. The version's
-record is stored and published while later events are handled.
+A tenure turns the tape's messages into events for the fragment's state machine. While a version is
+being made, the machine receives no events: events from the tape and from fetches wait in a queue,
+in order. The version's objects are stored and its record is published while later events are
+handled.
 """
 
 import asyncio
@@ -42,22 +43,25 @@ from diloco.common.storage.tape import RunContext, check_length, decode, parse_c
 
 
 class TapeRecord(NamedTuple):
-    """A record of the fragment on the tape, from this process or another."""
+    """The stream sequence of a record of the fragment, published by this process or another."""
 
     stream_seq: int
 
 
 class TapeSettings(NamedTuple):
-    """Changed settings, with the machine's event for them."""
+    """The run's changed settings, and the event that tells the machine."""
 
     settings: RunSettings
     event: events.Changed
 
 
 class TapeUpdate(NamedTuple):
-    """A message under an update's subject, not decoded yet: the sender may lack the allowance.
+    """A message under an update's subject, not decoded yet: its sender may lack the allowance.
 
-    For a message that is too long for its fragment, `why` says so and the bytes are dropped.
+    Attributes:
+        message: the message; without its bytes if it is too long for its fragment.
+        event: the event for the machine if the message is not decoded, or is invalid.
+        why: the error of a message that is too long; else None.
     """
 
     message: Message
@@ -66,11 +70,11 @@ class TapeUpdate(NamedTuple):
 
 
 class TapeEnd(NamedTuple):
-    """The run's end message on the tape."""
+    """Stands for the run's `end` message."""
 
 
 def subjects(run: str, fragment: int) -> list[str]:
-    """Returns the subjects of the tape that the owner of a fragment reads."""
+    """Returns the subjects of the tape that the owner of a fragment reads, some with wildcards."""
     return [
         names.join(run, "*"),
         names.leave(run, "*"),
@@ -86,7 +90,14 @@ def subjects(run: str, fragment: int) -> list[str]:
 def decode_message(
     context: RunContext, fragment: int, message: Message
 ) -> events.Event | TapeUpdate | TapeRecord | TapeSettings | TapeEnd | None:
-    """Decodes a message of `subjects` for a fragment's owner; None if it concerns other fragments.
+    """Decodes a tape message for the owner of a fragment; None if it concerns other fragments.
+
+    Updates are not decoded here, but by `decode_event` once their sender's allowance is checked.
+
+    Args:
+        context: the run's context.
+        fragment: the fragment's index.
+        message: a message with one of the subjects that `subjects` returns.
 
     Raises:
         WireError: as `decode_event`.
@@ -115,10 +126,10 @@ def _update_stored(layout: Layout, message: Message, learner: str) -> TapeUpdate
 
 
 def decode_event(message: Message, fragment: int) -> events.Event | None:
-    """Returns the machine's event for a message of the tape; None if it has none for this fragment.
+    """Returns the machine's event for a tape message; None if it does not concern the fragment.
 
     Raises:
-        WireError: it cannot be decoded, or names another sender than its subject.
+        WireError: the message cannot be decoded, or names another sender than its subject does.
     """
     parsed = names.parse_subject(message.subject)
     if parsed is not None and parsed.kind == "stop":
@@ -131,7 +142,15 @@ def decode_event(message: Message, fragment: int) -> events.Event | None:
 def event_of(
     body: wire.Body, seq: int, stored_at_s: float, fragment: int, size_bytes: int
 ) -> events.Event | None:
-    """Returns the machine's event for a decoded message of the tape; None if there is none."""
+    """Returns the machine's event for a decoded tape message; None if `fragment` has none.
+
+    Args:
+        body: the decoded message.
+        seq: its stream sequence.
+        stored_at_s: when the server stored it, in seconds of Unix time.
+        fragment: the machine's fragment.
+        size_bytes: length of the encoded message.
+    """
     match body:
         case wire.Quarantine() as word:
             return events.Quarantined(stored_at_s, seq, word.learner, word.active)
@@ -148,23 +167,23 @@ def event_of(
     return None
 
 
-# The most events that wait for a fragment's machine before its tape reader pauses,
+# The reader of the tape pauses while this many events wait for the machine,
 QUEUE = 1024
-# and the most bytes of undecoded messages among them.
+# or while more bytes of undecoded messages than this wait.
 QUEUE_BYTES = 16 << 20
 
-# An event for the machine from the tape or a fetch, with the payload of a fetched update.
+# An entry of the queue: an event from the tape or a fetch, and the payload of a fetched update.
 Item = tuple[events.Event | TapeUpdate | TapeRecord | TapeSettings | TapeEnd, Payload | None]
 
 
-# The pause after adding an update failed: memory may get free, and a bug must not fill the log.
+# The pause after a failed addition: memory may get free, and a bug must not fill the log.
 BROKEN_PAUSE_S = 1.0
-# After so many failures in a row, at updates of several learners, the machine may be at fault.
+# After this many failed additions in a row, of several learners, this computer may be at fault.
 BROKEN_MOST = 3
 
 
 class _MergeError(Exception):
-    """An update could not be added to the sum."""
+    """An update could not be added to the sum; `update` is its id."""
 
     def __init__(self, update: UpdateId) -> None:
         super().__init__(update)
@@ -177,14 +196,14 @@ class Tenure:
     Args:
         context: the aggregator's context.
         recovered: the fragment as of its newest record.
-        samples: counts and shows messages that are no valid update.
-        on_snapshot: called when a stored state is committed.
-        others_may: returns whether another aggregator may own the fragment.
+        samples: counts and logs messages that are no valid update.
+        on_snapshot: called when a version is committed whose view and outer state are stored.
+        others_may: returns True if another live aggregator may own the fragment.
 
     Attributes:
         fragment: the fragment's index.
-        state: the machine's state.
-        rules: the rules in force.
+        state: the state of the fragment's machine.
+        rules: the rules by the settings in force.
     """
 
     def __init__(
@@ -196,7 +215,7 @@ class Tenure:
         others_may: Callable[[], bool],
     ) -> None:
         self._others_may = others_may
-        self._broken: list[str] = []  # the learners whose updates have failed since one did not
+        self._broken: list[str] = []  # senders of the failed additions in a row
         record = recovered.record
         self.state = memory.resume(record, recovered.record_seq, context.runtime.clock())
         self._context = context
@@ -245,6 +264,8 @@ class Tenure:
     def work(self) -> tuple[Coroutine[object, object, None], ...]:
         """Returns the coroutines to run at the same time, until one of them ends.
 
+        The coroutines raise these errors.
+
         Raises:
             SwapLostError: another process has committed a record of the fragment.
             IntegrityError: this process fails to add updates, and another aggregator may own the
@@ -253,7 +274,7 @@ class Tenure:
         return self._read_tape(), self._serve(), self._tasks.failure()
 
     async def end(self) -> None:
-        """Cancels the fetches and commits in progress."""
+        """Cancels the fetches and commits in progress, and waits for their end."""
         await self._tasks.stop()
 
     def tell(self, event: events.Liveness) -> None:
@@ -319,7 +340,10 @@ class Tenure:
             raise self._overtaken()
 
     async def _next_item(self) -> Item:
-        """Returns the next event; a deadline that has passed comes before waiting events."""
+        """Returns the next entry of the queue, or a `Timer` once the machine's deadline has passed.
+
+        The timer comes before the entries that wait.
+        """
         due_s = rounds.deadline(self.rules, self.state)
         if due_s is None:
             return await self._queue.get()
@@ -333,7 +357,10 @@ class Tenure:
         return events.Timer(max(due_s, clock())), None
 
     async def _decoded(self, stored: TapeUpdate) -> events.Event:
-        """Decodes a message of an update's subject if its sender has allowance left for it."""
+        """Returns the event of a message under an update's subject, decoded if that is allowed.
+
+        Returns `Undecoded` if the sender has no allowance left or the message is invalid.
+        """
         self._undecoded_bytes -= len(stored.message.payload)
         self._room.set()
         if not admission.may_announce(self.rules, self.state, stored.event):
@@ -347,9 +374,12 @@ class Tenure:
             return stored.event
 
     def _check_ours(self) -> None:
-        """Raises if the newest record on the tape is not the one that the machine builds on.
+        """Checks that the newest record read from the tape is the one that the machine builds on.
 
-        While a record of ours is being published, the newest may be that one, so this waits.
+        Not while this tenure publishes a record, which may be the newest on the tape.
+
+        Raises:
+            SwapLostError: another process has committed a record.
         """
         if self._heard_seq > self.state.record_seq and self.state.storing is None:
             raise self._overtaken()
@@ -373,7 +403,8 @@ class Tenure:
             for effect in effects:
                 await self._perform(effect, payload)
         except _MergeError as error:
-            # The decision assumed a sum that is now spoilt, so it is undone; no effect followed it.
+            # The decision assumed a sum that is now spoilt, so the decision is undone; none of its
+            # later effects was carried out.
             self._logger.exception("merging_failed", update=list(error.update))
             self._check_additions(error)
             self.state = before
@@ -383,7 +414,12 @@ class Tenure:
             self._check_ours()
 
     def _check_additions(self, error: _MergeError) -> None:
-        """Notes a failed addition; raises if many failed and others may own the fragment."""
+        """Notes a failed addition of an update to the sum.
+
+        Raises:
+            IntegrityError: many additions in a row failed, and another aggregator may own the
+                fragment.
+        """
         self._broken.append(error.update.learner)
         many = len(self._broken) >= BROKEN_MOST and len({*self._broken}) > 1
         if many and self._others_may():
@@ -445,16 +481,16 @@ class Tenure:
 
 
 class LastUpdate:
-    """Asks the stream's leader for the fragment's last update, to cut a round there.
+    """Asks the stream's leader for the sequence of the fragment's last update, for a round's cut.
 
-    A replica may lag, so the leader is asked. Our own reading of the tape may lag too, so the
-    leader's answer is passed on only once the tape was read that far.
+    A replica may lag, so the leader is asked. The tenure's reading of the tape may lag too, so the
+    leader's answer is passed on only once the tape was read up to that sequence.
 
     Args:
         context: the aggregator's context.
         fragment: the fragment's index.
-        read_seq: the sequence before the first message that the tenure reads.
-        answer: receives the sequence of the last update, 0 if there is none.
+        read_seq: the stream sequence up to which the tape counts as read.
+        answer: called with the stream sequence of the last update; 0 if there is none.
         tasks: the tenure's tasks.
         logger: the fragment's logger.
     """
@@ -477,7 +513,7 @@ class LastUpdate:
         self._wanted: int | None = None
 
     def ask(self) -> None:
-        """Asks the leader; `answer` receives the result later."""
+        """Asks the leader in the background; `answer` is called later with the result."""
         self._tasks.start(self._ask())
 
     async def passed(self, stream_seq: int) -> None:
