@@ -1,16 +1,19 @@
-"""The aggregator's core: what it decides, without IO, clock, randomness, threads or logging.
+"""The aggregator's core: its decisions, without IO, clock, randomness, threads or logging.
 
-weights_and_discounts.py    formulas: weight, discount, quorum, pace, grace, moving averages
-state.py                 the state of the machine of one fragment
-members.py               its learners, medians over them, and liveness from heartbeats
-updates.py               its waiting, merged and rejected updates
+For each fragment there is a state machine. The *driver* of a machine gives it events and carries
+out the effects that it returns; in an aggregator the driver is the fragment's owner (`owner/`).
+
+weights_and_discounts.py formulas: weight, discount, quorum, pace, grace, moving averages
+state.py                 the state of a machine
+members.py               the learners in a state, medians over them, and liveness from heartbeats
+updates.py               the waiting, merged and rejected updates in a state
 immutable_collections.py maps, sorted values and counts that change at little cost
-events.py                its inputs (events), and what it asks its driver for (effects)
+events.py                a machine's inputs (events), and what it asks its driver to do (effects)
 machine.py               step(rules, state, event) -> (state, effects)
 admission.py             which updates are merged, and from whom; their credited steps and tokens
 rounds.py                when a round opens and closes, and when the machine wants a timer
-memory.py                the part of the state that records carry to the next owner
-decisions.py             decisions as a record states them, and making them again from a tape
+memory.py                the part of a state that records carry to the next owner
+decisions.py             decisions as a record states them, and deciding again from a tape
 garbage.py               which messages and objects of a fragment can be removed
 fragment_division.py     which fragments an aggregator acquires and releases
 

@@ -2,9 +2,9 @@
 
 Each change of a member updates the counts.
 
-A life is dead if it was silent for long while other learners were heard; if nobody is heard, the
-bus is silent, and nobody counts as dead. Only a learner's newest life can be live, and only by the
-heartbeats of that life: a superseded life may send heartbeats for ever.
+A learner is dead if it was silent for long while other learners were heard; if no learner is heard,
+the bus is silent, and no learner counts as dead. Only a learner's newest incarnation can be live,
+and only by that incarnation's heartbeats: a superseded process may send heartbeats for ever.
 """
 
 from collections import defaultdict
@@ -16,9 +16,9 @@ from diloco.aggregator.core.immutable_collections import PersistentMap, Ranked, 
 
 # Rounds stop waiting for a learner that had no update in this many rounds in a row.
 PATIENCE = 3
-# How many lives of a learner are remembered: here when they were heard, in `memory.py` their marks.
-# An update of an older life is answered while the credits name it, and ignored if it is announced
-# again later.
+# The number of incarnations of a learner that are remembered: here, when each was heard; in
+# `memory.py`, the mark of each. An update of an older incarnation gets a verdict while the memory
+# has a credit for it; if it is announced again later, it is ignored.
 LIVES = 4
 # The fewest other learners whose values have a median.
 LEAST_OTHERS = 2
@@ -27,10 +27,11 @@ GREATEST = 1e150
 
 
 class Member(NamedTuple):
-    """One learner's state in the machine of this fragment."""
+    """One learner's state in the machine of a fragment."""
 
     incarnation: int
-    # Whether rounds wait for it: from its join on, as it can contribute to the open round.
+    # False once it has left, or has been silent for too long. True from its join on, as it can
+    # contribute to the open round.
     live: bool = True
     # It left on purpose; heartbeats still on their way do not revive it.
     left: bool = False
@@ -46,7 +47,8 @@ class Member(NamedTuple):
     # then), and when the owner read it, by the owner's clock.
     heard_at_s: float = 0.0
     read_at_s: float = 0.0
-    # Steps a second that it takes (0: unknown), and seconds that its last update did not need:
+    # Steps a second that it takes (0: unknown), and the part, in seconds, of the time before
+    # its last update that this update's work did not need. The next update may claim that time:
     # after an outage the work comes in two updates, the first of which claims little.
     speed: float = 0.0
     unused_s: float = 0.0
@@ -60,7 +62,7 @@ class Member(NamedTuple):
 
 
 class _Voice(NamedTuple):
-    """One member's contribution to the counts over all members; None and False: nothing."""
+    """One member's contribution to each count in `_Chorus`; None and False: no contribution."""
 
     present: bool = False
     awaited: bool = False
@@ -75,7 +77,7 @@ _ABSENT = _Voice()
 
 
 class _Known(NamedTuple):
-    """A member, and what it adds to the counts in `_Chorus`."""
+    """A member, and the member's contribution to the counts in `_Chorus`."""
 
     member: Member
     voice: _Voice
@@ -114,8 +116,8 @@ class Members(Mapping[str, Member]):
     Args:
         members: the members, by learner's name.
         shut_out: the quarantined learners, whether members or not.
-        norms: norm per credited step of each learner's newest update merged in the open round; used
-            instead of `Member.norm`, which is of the last version.
+        norms: norm per credited step of each learner's newest update merged in the open round; it
+            replaces `Member.norm`, which is from earlier rounds, in medians.
     """
 
     __slots__ = ("_chorus", "_members", "_norms", "_shut_out")
@@ -149,7 +151,7 @@ class Members(Mapping[str, Member]):
         return self._made(self._members.put(name, known), self._norms, chorus)
 
     def merged(self, name: str, norm: float) -> "Members":
-        """Returns the members with the norm of an update merged in the open round."""
+        """Returns the members after the open round has merged an update with this norm per step."""
         norms, known = self._norms.put(name, norm), self._members.find(name)
         if known is None or not known.voice.present:
             return self._made(self._members, norms, self._chorus)
@@ -163,7 +165,7 @@ class Members(Mapping[str, Member]):
         shut_out: frozenset[str] | None = None,
         norms: Mapping[str, float] | None = None,
     ) -> "Members":
-        """Returns the members with some fields replaced; takes time proportional to the fleet."""
+        """Returns the members with some arguments replaced, in time proportional to the fleet."""
         return Members(
             self if members is None else members,
             self._shut_out if shut_out is None else shut_out,
@@ -172,12 +174,12 @@ class Members(Mapping[str, Member]):
 
     @property
     def present(self) -> Tally[str]:
-        """The learners that are live and not quarantined; the run's end waits for all of them."""
+        """The learners that are live and not quarantined, each counted once."""
         return self._chorus.present
 
     @property
     def awaited(self) -> Tally[str]:
-        """The learners that a round waits for: present ones that had updates in recent rounds.
+        """The learners that a round waits for: present, with an update in recent rounds.
 
         Heartbeats alone do not count: a learner that sends nothing else would delay every round.
         """
@@ -205,23 +207,23 @@ class Members(Mapping[str, Member]):
         return max(self._chorus.steps_s.least() or 0.0, self.usual_step_s() / 2)
 
     def others_rate(self, name: str) -> float | None:
-        """Returns the upper median of the other present learners' steps per second.
+        """Returns the upper median of the steps per second of present learners other than `name`.
 
-        Each learner counts with its newest claim or its measured rate, whichever is higher. None if
-        there are fewer than `LEAST_OTHERS`.
+        A learner's rate is the claimed average or the measured one, whichever is higher. None if
+        fewer than `LEAST_OTHERS` other learners have a rate.
         """
         return self._chorus.rates.upper_median(self._own(name).rate, LEAST_OTHERS)
 
     def others_tokens_rate(self, name: str) -> float | None:
-        """Returns the others' upper median of steps per second x (tokens per step)^2."""
+        """Returns, as `others_rate`, the upper median of steps per second x (tokens per step)^2."""
         return self._chorus.tokens_rates.upper_median(self._own(name).tokens_rate, LEAST_OTHERS)
 
     def others_norm(self, name: str) -> float | None:
-        """Returns the others' upper median of the norm per credited step, of their last merges."""
+        """Returns, as `others_rate`, the upper median of `Member.norm`, or of newer norms."""
         return self._chorus.norms.upper_median(self._own(name).norm, LEAST_OTHERS)
 
     def unordered(self) -> Iterator[Member]:
-        """Yields the members in any order, which saves sorting."""
+        """Yields the members' states in any order, which is faster."""
         return (known.member for known in self._members.unordered())
 
     def __getitem__(self, name: str) -> Member:
@@ -282,7 +284,9 @@ def _changed(names: Tally[str], name: str, before: bool, after: bool) -> Tally[s
 
 
 class Hearing:
-    """The signs of life that an aggregator has received from learners, for all fragments.
+    """When an aggregator received signs of life from each learner, for all fragments.
+
+    Heartbeats, joins and updates are signs of life. Times are in seconds by the aggregator's clock.
 
     Args:
         now_s: when the aggregator begins to listen.
@@ -309,9 +313,9 @@ class Hearing:
         return self._newest_s
 
     def silent_s(self, learner: str, incarnation: int) -> float:
-        """Returns the seconds from the last sign of a life to the newest sign of any learner.
+        """Returns the seconds from an incarnation's last sign of life to the newest heartbeat.
 
-        Signs of later lives of the learner count too.
+        The newest heartbeat of any learner. Signs of life of the learner's later incarnations end the silence too.
         """
         lives = self._heard_at_s[learner]
         heard = [at_s for life, at_s in lives.items() if life >= incarnation]
@@ -320,7 +324,11 @@ class Hearing:
     def is_live(
         self, fragment: int, learner: str, member: Member, now_s: float, timeout_s: float
     ) -> bool:
-        """True if a member of a fragment's machine counts as live: heard within `timeout_s`."""
+        """True if a member of a fragment's machine counts as live.
+
+        It does if the seconds from its last sign of life to any learner's last heartbeat are less
+        than `timeout_s`. A new incarnation or update in `member` is a sign of life at `now_s`.
+        """
         # Joins and updates are signs of life too, at the time when we see them, as the server's
         # clock may differ from ours by hours. A learner that was never heard counts from its join,
         # or from when we began to listen.
@@ -333,8 +341,8 @@ class Hearing:
 
     def _hear(self, learner: str, incarnation: int, now_s: float) -> None:
         lives = self._heard_at_s[learner]
-        # The newest last, so that the life not heard of for longest is forgotten. Incarnations that
-        # a learner makes up displace only its own.
+        # The newest last, so that the one silent for longest is forgotten. Incarnations that a
+        # learner invents displace only its own.
         lives.pop(incarnation, None)
         lives[incarnation] = now_s
         if len(lives) > LIVES:

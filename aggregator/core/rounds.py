@@ -1,7 +1,8 @@
 """Decides when a round opens, is cut and closes, and when the machine wants a timer.
 
-Pace delays the close of a round, never its work: updates are read and merged from the moment the
-last version is made. So a slow store delays the version, and excludes no update that was in time.
+Pace delays the opening of a round, and thereby its close, never its work: updates are read and
+merged from the moment the last version is made. A slow store delays the version, and excludes no
+update that was announced in time.
 """
 
 from diloco.aggregator.core import admission, memory
@@ -24,7 +25,7 @@ from diloco.common.protocol.reasons import Reason
 
 
 def deadline(rules: FragmentRules, state: State) -> float | None:
-    """Returns when the machine next wants a `Timer`, in seconds since the epoch; None: never."""
+    """Returns when the machine next wants a `Timer`, in seconds of Unix time; None: no timer."""
     # Nothing is decided before the version is made, nor after the last one.
     if state.phase == "closing" or state.final:
         return None
@@ -45,7 +46,7 @@ def deadline(rules: FragmentRules, state: State) -> float | None:
 
 
 def global_step_after(rules: FragmentRules, state: State) -> int:
-    """Returns the run's clock at the version after `state`'s; at most the run's number of steps."""
+    """Returns the run's clock at the next version, in steps; at most the run's number of steps."""
     return min(rules.steps, _next_step(rules, state))
 
 
@@ -80,7 +81,7 @@ def share(state: State) -> float:
 
 
 def may_follow(rules: FragmentRules, state: State) -> bool:
-    """True if another round belongs to the run; the one after the stop merges all that is left."""
+    """True if the fragment may make another version; after the stop one merges what is left."""
     # A version after the last would change the run's result after its end (invariant 1).
     if state.final:
         return False
@@ -88,14 +89,14 @@ def may_follow(rules: FragmentRules, state: State) -> bool:
 
 
 def go_on(rules: FragmentRules, state: State, now_s: float) -> Result:
-    """Continues after a change of rules or state: fetches updates, and advances the round."""
+    """Continues after a change of rules or state: `fetch_waiting`, then `advance`."""
     state, effects = fetch_waiting(rules, state)
     state, more = advance(rules, state, now_s)
     return state, effects + more
 
 
 def fetch_waiting(rules: FragmentRules, state: State) -> Result:
-    """Asks for the updates that wait; during a cut, only for those that belong to the round."""
+    """Asks to fetch the waiting updates; after the cut, only those that belong to the round."""
     if not may_follow(rules, state) or (state.cut is not None and not state.cut.known_at_s):
         return state, ()
     last_seq = None if state.cut is None else state.cut.stream_seq
@@ -112,7 +113,7 @@ def fetch_waiting(rules: FragmentRules, state: State) -> Result:
 
 
 def advance(rules: FragmentRules, state: State, now_s: float) -> Result:
-    """Advances the round: it opens, gets its quorum, is complete, or closes."""
+    """Opens the round, counts its quorum or closes it, as far as the state at `now_s` permits."""
     state = _without_empty_round(state)
     if state.phase == "idle" and state.rejected and state.storing is None:
         # At once: the sender waits for a record with the answer, and there may be no further round
@@ -140,14 +141,20 @@ def advance(rules: FragmentRules, state: State, now_s: float) -> Result:
 
 
 def cut(state: State, reason: str, *, final: bool = False) -> Result:
-    """Ends the round for later announcements, and asks which updates were announced before."""
+    """Ends the round for updates announced later; asks for the sequence of the last update.
+
+    Args:
+        state: the machine's state.
+        reason: why the round ends: "grace" or "deadline".
+        final: True if no round follows.
+    """
     return state._replace(phase="cut", cut=Cut(reason, final)), (AskCut(),)
 
 
 def close(
     rules: FragmentRules, state: State, now_s: float, reason: str, *, final: bool = False
 ) -> Result:
-    """Closes the round: makes and commits a version; if nothing was merged, only verdicts."""
+    """Closes the round: commits a version; if no update was merged, only verdicts."""
     if not state.admitted:
         return give_verdicts(rules, state, now_s, reason, final=final)
     # Pace counts between versions, so that a rejection between two rounds does not delay the next.
@@ -158,7 +165,7 @@ def close(
 def give_verdicts(
     rules: FragmentRules, state: State, now_s: float, reason: str, *, final: bool
 ) -> Result:
-    """Commits the rejections in a record; the round's merged updates stay in the round."""
+    """Commits the rejections in a record without a version; merged updates stay in the round."""
     # The record makes no version, but uses the same compare-and-swap, so that no stale owner can
     # reject what its successor merges (invariant 2).
     said = awaiting(state)._replace(final=final)
@@ -175,7 +182,7 @@ def give_verdicts(
 
 
 def reject(rules: FragmentRules, state: State, refused: RejectedUpdate, now_s: float) -> Result:
-    """Notes a rejection, which the open round's record states, or else a record of its own."""
+    """Adds a rejection to the next record; if no round is open, commits a record of verdicts."""
     # Outside of a round a rejection costs a record, so its sender is charged for it.
     state = admission.charge(state, refused)
     return advance(rules, state._replace(rejected=state.rejected.plus(refused)), now_s)
@@ -186,7 +193,7 @@ def _next_step(rules: FragmentRules, state: State) -> int:
 
 
 def _pace_time_s(rules: FragmentRules, state: State) -> float:
-    """Returns when pace allows the next round: about H steps of the fastest learner later."""
+    """Returns the earliest opening of the next round by pace, in seconds of Unix time; 0: none."""
     # Neither the last round, which merges what there is, nor the first is delayed. Without pace the
     # fastest learner would cause many small rounds, which cost quality (P, Table 5).
     if state.stopping_at_s or not state.closed_at_s:
@@ -199,10 +206,10 @@ def _pace_time_s(rules: FragmentRules, state: State) -> float:
 
 
 def _opens_at_s(rules: FragmentRules, state: State) -> float | None:
-    """Returns when the round may open: pace allows it, and an update is announced; None if not yet.
+    """Returns the time from which the round may open; None: not yet, or no round follows.
 
-    A new owner opens no round before the beginning of its life, as it must first read the updates
-    that were announced earlier.
+    It is the latest of three: the pace time, the first announcement, and the beginning of this
+    tenure, since a new owner must first read the updates that were announced earlier.
     """
     if not may_follow(rules, state):
         return None
@@ -225,10 +232,10 @@ def _grace_ends_s(rules: FragmentRules, state: State) -> float:
 
 
 def _without_empty_round(state: State) -> State:
-    """Returns the state without a round whose updates were all rejected, as if it had not opened.
+    """Returns the state with the round closed if all its updates were rejected: it is idle again.
 
-    While the stream's leader is being asked for a cut the round stays: its answer would otherwise
-    be taken for that to the next question.
+    While the stream's leader is being asked for a cut, the round stays open, since the leader's
+    answer would otherwise count for the next cut.
     """
     asked = state.cut is not None and (state.cut.final or not state.cut.known_at_s)
     waits = state.pending.awaited > 0
@@ -257,7 +264,7 @@ def _has_everybody(state: State) -> bool:
 
 
 def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
-    """Starts the grace window once enough updates are announced; reading them takes no grace time.
+    """Starts the grace window once enough learners have announced, whether their updates are read.
 
     The round goes back to `open` if an announced update fails and the quorum is lost.
     """
@@ -280,7 +287,11 @@ def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
 
 
 def _is_complete(rules: FragmentRules, state: State) -> bool:
-    """True if there is nobody left to wait for: updates of all awaited learners are read."""
+    """True if the round waits for no update any more.
+
+    Every announced update is read, and each awaited learner has an update that is merged or is
+    rejected by this round. In lockstep each present learner, and at least `quorum.min_learners`.
+    """
     if has_unread(state):
         return False
     if not rules.lockstep:
@@ -293,7 +304,7 @@ def _is_complete(rules: FragmentRules, state: State) -> bool:
 
 
 def _advance_cut(rules: FragmentRules, state: State, cut: Cut, now_s: float) -> Result:
-    """Closes the round once all its updates are read, or `Timer` has given up on the rest."""
+    """Closes a cut round once all its updates are read or have passed on to later rounds."""
     if not cut.known_at_s or has_unread(state) or state.storing is not None:
         return state, ()
     if cut.final:
@@ -308,10 +319,10 @@ def _advance_cut(rules: FragmentRules, state: State, cut: Cut, now_s: float) -> 
 def _advance_to_end(rules: FragmentRules, state: State, now_s: float) -> Result:
     """After the stop: closes the round once no learner can contribute to it any more.
 
-    A learner with an update in this round sends its last one only after the record. And updates
-    that the predecessor had received must first be read again.
+    A learner with an update in this round sends its last update only after the round's record.
+    Updates that the previous owner had received must first be read again.
     """
-    # Messages that this life has not read again yet may hold updates that must be answered
+    # Messages that this tenure has not read again yet may have updates that need a verdict
     # (invariant 2).
     if state.pending or not memory.has_met_all(state) or state.storing is not None:
         return state, ()
@@ -324,7 +335,7 @@ def _advance_to_end(rules: FragmentRules, state: State, now_s: float) -> Result:
 
 
 def _refuse_late(state: State) -> State:
-    """Rejects updates that are not verified at the run's final deadline."""
+    """Returns the state with all waiting updates rejected as late, at the run's final deadline."""
     # Rejected and not dropped, so that tokens add up at the end as well (invariant 4).
     late = tuple(
         refuse(pending.manifest, pending.stream_seq, Reason.LATE, "not here when the run ended")

@@ -24,7 +24,7 @@ NOBODY = UpdateId("", 0, 0)
 
 
 class Allowance(NamedTuple):
-    """A learner's allowance of announcements: `left` of them at the time `at_s`."""
+    """The number of updates that a learner may announce: `left`, at the server's time `at_s`."""
 
     # It counts updates only, as joins and leaves cost next to nothing.
     left: float
@@ -32,7 +32,9 @@ class Allowance(NamedTuple):
 
 
 class Marks(Mapping[tuple[str, int], wire.Mark]):
-    """The last resolved update of each life, by (learner, incarnation); immutable.
+    """The marks, by (learner, incarnation); immutable.
+
+    A mark is the last update of an incarnation that has a verdict.
 
     Args:
         marks: the initial marks.
@@ -47,11 +49,11 @@ class Marks(Mapping[tuple[str, int], wire.Mark]):
             self._lives.setdefault(learner, []).append(life)
 
     def lives(self, learner: str) -> list[int]:
-        """Returns the lives of a learner for which the last resolved update is noted (a mark)."""
+        """Returns the incarnations of a learner that have a mark."""
         return self._lives.get(learner, [])
 
     def __getitem__(self, life: tuple[str, int]) -> wire.Mark:
-        """Returns the mark of a life."""
+        """Returns the mark of (learner, incarnation)."""
         return self._marks[life]
 
     def __len__(self) -> int:
@@ -59,12 +61,12 @@ class Marks(Mapping[tuple[str, int], wire.Mark]):
         return len(self._marks)
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
-        """Yields the lives, in the order in which they got their first mark."""
+        """Yields (learner, incarnation) in the order of the first marks."""
         return iter(self._marks)
 
 
 class Quarantine(NamedTuple):
-    """Effect: publish that a learner is quarantined; asked for again until the tape has it."""
+    """Effect: publish that a learner is quarantined. Repeated until the message is on the tape."""
 
     learner: str
     reason: str
@@ -79,7 +81,7 @@ class Cut(NamedTuple):
         reason: why the round ends.
         final: True if no round follows.
         stream_seq: the leader's answer: the sequence of the fragment's last update; 0: none.
-        known_at_s: when the answer came, by the owner's clock; 0: it has not come yet.
+        known_at_s: when the answer came, in seconds by the owner's clock; 0: it has not come yet.
     """
 
     reason: str
@@ -89,7 +91,12 @@ class Cut(NamedTuple):
 
 
 class Storing(NamedTuple):
-    """A record being stored and published, and the learners to quarantine once it is committed."""
+    """A record that is being stored and published.
+
+    Attributes:
+        published: True if the record commits a version, False if it has verdicts alone.
+        offenders: the quarantines to publish once the record is committed.
+    """
 
     published: bool
     offenders: tuple[Quarantine, ...]
@@ -101,13 +108,9 @@ Phase = Literal["idle", "open", "grace", "cut", "closing"]
 class State(NamedTuple):
     """The machine's state; immutable, mappings included.
 
-    `global_step` is the run's clock at `version`; `floor` the version of the newest rollback;
-    `settings_seq` the sequence of the settings message that the rules come from. `allowances` has
-    every learner that announced an update. `admitted` are merged in the round that began when the
-    last version was made; `cut` ends that round; `storing` is a record that is being published, and
-    no other begins before it is committed. `final`: the fragment's last version is committed, or is
-    being committed. `known_seq`: messages up to it were counted before this life began from a
-    record at `began_at_s`.
+    A machine's life is one tenure of the fragment (`owner/tenure.py`): it begins from a record, at
+    `began_at_s`. Times of rounds are in seconds of Unix time, by the owner's clock. The comments at
+    the fields describe them.
     """
 
     # The newest version, the record that committed it, and its view's digest, with which the base
@@ -115,12 +118,12 @@ class State(NamedTuple):
     version: int
     record_seq: int
     view_digest: str
-    # The tape was read up to here. A record's position, from which a successor reads, follows from
-    # it.
+    # The stream sequence up to which the tape was read. A record's position, from which the next
+    # owner reads, follows from it.
     seen_seq: int
     members: Members = Members()
-    # By (learner, incarnation). Only marks distinguish a repeated announcement from a new update
-    # (invariant 2), so each record carries them on.
+    # The last update of each incarnation with a verdict. Only marks distinguish a repeated
+    # announcement from a new update (invariant 2), so each record has all marks.
     marks: Marks = Marks()
     pending: WaitingUpdates = WaitingUpdates()
     # The run's clock at `version`; not computed from it, since a rollback sets the clock back while
@@ -134,19 +137,21 @@ class State(NamedTuple):
     quarantined: frozenset[str] = frozenset()
     # Every learner that ever announced an update, as a restart must not give a full allowance.
     allowances: PersistentMap[str, Allowance] = PersistentMap()
-    # Allowances for messages that this life reads again, charged before to `allowances`.
+    # Allowances for messages that this tenure reads again, charged before to `allowances`.
     met_again: PersistentMap[str, Allowance] = PersistentMap()
     phase: Phase = "idle"
     # The fragment's last version is committed, or is being committed: none follows (invariant 1).
     final: bool = False
-    # The open round's merged updates, in the order of the sum, as floating-point addition depends
-    # on the order and recovery repeats it (invariant 3).
+    # The updates merged since the last version was made, in the order of the sum, as floating-point
+    # addition depends on the order and recovery repeats it (invariant 3).
     admitted: MergedUpdates = MergedUpdates()
     rejected: Resolved[RejectedUpdate] = Resolved()
     observations: tuple[wire.Observation, ...] = ()
     # The number of each learner's updates that belong to the round, read or not, until it is cut.
     voices: Tally[str] = Tally()
+    # The end of the round, once its time is up.
     cut: Cut | None = None
+    # The record that is being published; the next record begins once this one is committed.
     storing: Storing | None = None
     opened_at_s: float = 0.0
     quorum_at_s: float = 0.0
@@ -156,10 +161,10 @@ class State(NamedTuple):
     # Moving averages: from a round's opening to its quorum, from its close to its record.
     quorum_s: float = 0.0
     sync_s: float = 0.0
-    # Credits of unanswered updates that an earlier life had received.
+    # Credits of updates without a verdict that an earlier owner had received.
     credits: Mapping[UpdateId, UpdateCredit] = MappingProxyType({})
-    # This life began at `began_at_s` from a record whose maker had received messages up to
-    # `known_seq`; averages and allowances count these already.
+    # This tenure began at `began_at_s` from a record whose maker had received messages up to the
+    # sequence `known_seq`; averages and allowances count these messages already.
     known_seq: int = 0
     began_at_s: float = 0.0
     # The time of the last event, by the owner's clock, as all times of rounds are.
@@ -167,12 +172,12 @@ class State(NamedTuple):
 
 
 def to_resolve(state: State) -> tuple[Admitted | RejectedUpdate, ...]:
-    """Returns the updates that the next record answers."""
+    """Returns the updates on which the next record has a verdict: the merged, then the rejected."""
     return (*state.admitted, *state.rejected)
 
 
 def has_unread(state: State) -> bool:
-    """True if the round has an update that is not merged yet; see `unread`."""
+    """True if `unread` returns any update."""
     if state.cut is None or not state.cut.known_at_s:
         return state.pending.awaited > 0
     last_seq = state.cut.stream_seq
@@ -182,7 +187,10 @@ def has_unread(state: State) -> bool:
 
 
 def unread(state: State) -> list[Pending]:
-    """Returns the round's updates that are not merged; once it is cut, those announced by then."""
+    """Returns the announced updates that the round waits for, neither merged nor rejected yet.
+
+    Once the round's cut is known, only those up to the cut's sequence.
+    """
     waited_for = [one for one in state.pending.values() if not one.passed]
     if state.cut is None or not state.cut.known_at_s:
         return waited_for
@@ -190,14 +198,14 @@ def unread(state: State) -> list[Pending]:
 
 
 def passed_on(state: State) -> State:
-    """Returns the state in which the round no longer waits for its unread updates."""
+    """Returns the state in which no round waits for the present round's unread updates."""
     for one in unread(state):
         state = with_pending(state, update_id(one.manifest), one._replace(passed=True))
     return state
 
 
 def awaiting(state: State) -> State:
-    """Returns the state in which the round's merged updates wait again, as if not read yet."""
+    """Returns the state in which the round's merged updates wait to be read again."""
     if not state.admitted:
         return state
     pending = state.pending
@@ -207,12 +215,12 @@ def awaiting(state: State) -> State:
         )
         pending = pending.put(update_id(one.manifest), again)
     members = state.members.but(norms={})
-    # Members and votes count an update the same, merged or waiting.
+    # `voices` counts an update in the same way, whether merged or waiting.
     return state._replace(admitted=MergedUpdates(), pending=pending, members=members)
 
 
 def with_admitted(state: State, update: UpdateId, admitted: Admitted) -> State:
-    """Returns the state after the round has merged an update that waited."""
+    """Returns the state with a waiting update moved to the round's merged updates."""
     learner = admitted.manifest.learner
     passed = state.pending[update].passed
     return state._replace(
@@ -224,7 +232,7 @@ def with_admitted(state: State, update: UpdateId, admitted: Admitted) -> State:
 
 
 def with_round_of(state: State, other: State) -> State:
-    """Returns the state with the open round of `other`: its merged and its waiting updates."""
+    """Returns `state` with the merged and the waiting updates of `other`."""
     norms = {one.manifest.learner: one.norm_per_step for one in other.admitted}
     return state._replace(
         admitted=other.admitted,
@@ -235,14 +243,17 @@ def with_round_of(state: State, other: State) -> State:
 
 
 def without_round(state: State) -> State:
-    """Returns the state with no merged or rejected updates, after a record has answered them."""
+    """Returns the state without merged and rejected updates, which a record has."""
     return state._replace(
         admitted=MergedUpdates(), rejected=Resolved(), voices=state.pending.awaited_from
     )
 
 
 def is_answered_in_round(state: State, learner: str) -> bool:
-    """True if the next record answers an update of a learner, which sends none until then."""
+    """True if the next record has a verdict on an update of a learner.
+
+    The learner sends no further update before it reads that verdict.
+    """
     if learner in state.admitted.senders:
         return True
     return (learner, newest_incarnation(state, learner)) in state.rejected.lives
@@ -262,17 +273,17 @@ def newest_incarnation(state: State, learner: str) -> int:
 
 
 def with_member(state: State, learner: str, member: Member) -> State:
-    """Returns the state with a learner's member replaced."""
+    """Returns the state with the `Member` of a learner replaced or added."""
     return state._replace(members=state.members.put(learner, member))
 
 
 def with_pending(state: State, update: UpdateId, pending: Pending) -> State:
-    """Returns the state with this update among the pending ones."""
+    """Returns the state with an update added to the waiting ones, or replaced."""
     return _with_waiting(state, update, state.pending.put(update, pending))
 
 
 def without_pending(state: State, update: UpdateId) -> State:
-    """Returns the state without this update among the pending ones."""
+    """Returns the state without an update among the waiting ones."""
     return _with_waiting(state, update, state.pending.drop(update))
 
 
