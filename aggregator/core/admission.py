@@ -1,9 +1,11 @@
-"""The rules of admission: malformed updates are refused, allowances spent, and credit is given.
+"""The rules of admission: which updates are rejected, what they cost, what they are credited with.
 
-No learner is trusted on what can be measured. Steps take time, and the tape shows how much time a
-learner had. Tokens and weight cannot be measured: there the claims of the other learners show what
-is usual, by upper medians, which no single learner can raise and no minority lower. With fewer than
-two other learners there is no median, and claims are believed.
+Each learner has an allowance of announcements, from which its messages are paid. A manifest claims
+steps and tokens; an update is *credited* with the part of these claims that is plausible. Steps
+take time, and the tape shows how much time a learner had. Tokens and weight cannot be measured:
+there the claims of the other learners show what is usual, by upper medians, which no single learner
+can raise and no minority can lower. With fewer than two other learners there is no median, and
+claims are believed.
 """
 
 import math
@@ -41,9 +43,9 @@ def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[
             Reason.UNKNOWN_INCARNATION,
             f"no join of incarnation {manifest.incarnation} precedes it",
         )
-    # Judged by its place on the tape: an update stored before the newer join is honest work and is
-    # merged. One stored later comes from a second process, whose steps the new life may train again
-    # (invariant 4).
+    # Judged by the order on the tape: an update stored before the newer join is honest work and is
+    # merged. An update stored later comes from an older process, whose steps the newer one may
+    # train again (invariant 4).
     if manifest.incarnation < member.incarnation < event.stream_seq:
         return Reason.SUPERSEDED, f"incarnation {member.incarnation} joined before it was stored"
     if state.final:
@@ -69,7 +71,7 @@ def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, st
 
 
 class _FragmentCut(NamedTuple):
-    """The run's own division of a fragment into shards: slices and blocks of each."""
+    """The run's own division of a fragment into shards: slices and number of blocks of each."""
 
     slices: list[tuple[wire.Slice, ...]]
     counts: list[int]
@@ -77,7 +79,7 @@ class _FragmentCut(NamedTuple):
 
 @lru_cache
 def _cut(size: int, block: int, shard_elements: int) -> _FragmentCut:
-    """Returns the run's division of a fragment; cached, as single-device learners all use it."""
+    """Returns the run's division of a fragment, which all single-device learners use; cached."""
     ranges = shard_ranges(size, block, shard_elements)
     return _FragmentCut(
         [slices.of_range(start, stop, block) for start, stop in ranges],
@@ -152,16 +154,16 @@ def spend(
     learner: str,
     event: events.Announced | events.Undecoded,
 ) -> tuple[State, bool]:
-    """Takes a message's cost from its sender's allowance; returns whether it had any left."""
+    """Takes a message's cost from its sender's allowance; returns (state, whether it could pay)."""
     # A token bucket for each learner: a flood of manifests would otherwise fill everybody's
-    # records, and long manifests would cost us time. It may go below zero: a long message makes its
-    # sender wait longer before the next.
+    # records, and long manifests would cost us time. The bucket may go below zero: after a long
+    # message the sender must wait longer.
     before = _allowance(rules, state, learner, event)
     allowed = before.left >= 1
     after = before._replace(left=before.left - allowed * cost(event.size_bytes))
-    # Messages up to `known_seq` were charged before this aggregator's life. Charging them again
-    # would shut out an honest learner after a crash of ours; not charging would make us decode a
-    # whole flood when we come back. So they are charged to a separate bucket of this life.
+    # Messages up to `known_seq` were charged before this tenure. Charging them again would shut out
+    # an honest learner after a crash of ours; not charging would make us decode a whole flood when
+    # we come back. So they are charged to a separate bucket of this tenure.
     if event.stream_seq <= state.known_seq:
         return state._replace(met_again=state.met_again.put(learner, after)), allowed
     return state._replace(allowances=state.allowances.put(learner, after)), allowed
@@ -188,7 +190,7 @@ def cost(size_bytes: int) -> float:
 
 
 def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> float:
-    """Returns how many updates a learner may announce at `now_s`, given `left` at `at_s`."""
+    """Returns the allowance at `now_s` of a learner that had `left` at `at_s`, in announcements."""
     # At least one, whatever the rate, as learners of a slow fleet announce less than once in
     # BURST_S.
     most = max(1.0, bounds.max_updates_per_s * BURST_S)
@@ -197,7 +199,7 @@ def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> 
 
 def charge(state: State, refused: RejectedUpdate) -> State:
     """Charges a rejected update to its sender's allowance, unless it was charged before."""
-    # The life before this one has charged it.
+    # An earlier owner has charged it.
     if refused.stream_seq <= state.known_seq:
         return state
     learner = refused.manifest.learner
@@ -207,12 +209,12 @@ def charge(state: State, refused: RejectedUpdate) -> State:
 
 
 def overtakes(state: State, update: UpdateId) -> bool:
-    """True if the learner announced an update while an earlier one of its life is unanswered.
+    """True if an update of the same incarnation was announced before and has no verdict yet.
 
-    Updates in a record that is being published count as answered: the learner may read the record
-    before this machine knows that it is committed.
+    A verdict in a record that is being published counts: the learner may read that record before
+    this machine knows that it is committed.
     """
-    # By life and not by learner: a new life may announce while updates of the old one still wait.
+    # By incarnation and not by learner: a new one may announce while updates of the old one wait.
     unresolved = (state.pending.lives, state.admitted.lives, state.rejected.lives)
     return any(update[:2] in lives for lives in unresolved)
 
@@ -222,7 +224,8 @@ def wrong_base(
 ) -> tuple[Reason, str] | None:
     """Returns (reason, detail) if an update's base does not fit the current version, else None.
 
-    Called when the update is announced, and again when it is merged, as waiting makes it stale.
+    Called when the update is announced, and again before it is merged, as an update gets staler
+    while it waits.
     """
     # Merging it would bring back versions that an operator has rolled back.
     if manifest.base_version < state.floor:
@@ -255,7 +258,7 @@ def wrong_base(
 def offenders(
     rules: FragmentRules, state: State, resolved: Resolved[RejectedUpdate]
 ) -> tuple[Quarantine, ...]:
-    """Returns the learners to quarantine after a record with the `resolved` rejections."""
+    """Returns quarantines for learners in `resolved` whose count of offences reached the limit."""
     # An offence adds 1 to the count, and a merged update takes 1 off, down to 0: an honest learner
     # with a rare fault is never shut out, and a learner that only offends soon is.
     limit = rules.bounds.quarantine_offences
@@ -289,7 +292,13 @@ ROUNDING = 1e-9
 
 
 def passed_s(member: Member, stored_at_s: float, now_s: float) -> float:
-    """Returns the seconds between a learner's previous update and one stored and read now."""
+    """Returns the seconds between a learner's previous update and a new one.
+
+    Args:
+        member: the learner's state, with the times of the previous update.
+        stored_at_s: when the server stored the new update.
+        now_s: when the owner received the new update, by the owner's clock.
+    """
     if stored_at_s < member.heard_at_s and member.read_at_s:
         # The server's clock was set back, so use our own.
         return formulas.elapsed_s(member.read_at_s, now_s)
@@ -297,12 +306,19 @@ def passed_s(member: Member, stored_at_s: float, now_s: float) -> float:
 
 
 def available_s(member: Member, stored_at_s: float, now_s: float) -> float:
-    """Returns the seconds of work that an update stored now may claim."""
+    """Returns the seconds of work that a new update may claim; arguments as in `passed_s`."""
     return min(member.unused_s + passed_s(member, stored_at_s, now_s), wire.GREATEST_S)
 
 
 def steps_per_s(bounds: BoundsSection, learner: str, member: Member, usual: float | None) -> float:
-    """Returns the most steps a second that a learner is credited; `usual`: the others' median."""
+    """Returns the most steps a second that a learner is credited with.
+
+    Args:
+        bounds: the run's bounds.
+        learner: the learner's name.
+        member: the learner's state.
+        usual: the median of the other learners' steps a second; None: unknown.
+    """
     declared = bounds.of(learner).max_steps_per_s
     if declared:
         return declared
@@ -315,7 +331,8 @@ def steps_per_s(bounds: BoundsSection, learner: str, member: Member, usual: floa
 def greatest_weight(rules: FragmentRules, learner: str, usual: float | None, had_s: float) -> float:
     """Returns the greatest weight that `had_s` seconds of a learner's work are credited with.
 
-    `usual`: the weight of one second of the other learners' work; None: unknown.
+    Infinity if `usual`, the weight of one second of the other learners' work, is unknown (None), or
+    if the operator has declared the learner's bounds.
     """
     declared = rules.bounds.of(learner)
     if declared.max_steps_per_s and declared.max_tokens_per_step:
@@ -357,8 +374,8 @@ def observed(
     learner, member = manifest.learner, state.members[manifest.learner]
     had_s = available_s(member, stored_at_s, state.now_s)
     most = steps_per_s(rules.bounds, learner, member, state.members.others_rate(learner))
-    # Its own claim, which excludes its waits, up to `most`; at least what its credited steps in all
-    # its time show.
+    # The learner's claim, which excludes its waits, up to `most`; at least the credited steps
+    # divided by the time that it had.
     told = 1 / manifest.step_time_s if manifest.step_time_s > 1 / GREATEST else 0.0
     speed = min(most, max(told, _over(given.steps, had_s, most), FADING * member.speed))
     # The least time in which it can have done what it is credited with. The rest is credited to its
@@ -383,12 +400,12 @@ def observed(
 
 
 def _over(steps: int, time_s: float, most: float) -> float:
-    """Returns steps per second, at most `most`."""
+    """Returns `steps` per second of `time_s`, at most `most`."""
     return min(steps / time_s, most) if time_s > steps / GREATEST else most
 
 
 def greatest_norm(bounds: BoundsSection, state: State, learner: str) -> float:
-    """Returns the greatest norm per credited step with which a learner's update is merged."""
+    """Returns the greatest norm per credited step of a learner's update; infinity if unknown."""
     # From the norms of the others' merged updates, those of the open round included.
     usual = state.members.others_norm(learner)
     return math.inf if usual is None else bounds.norm_clip * usual
@@ -397,6 +414,6 @@ def greatest_norm(bounds: BoundsSection, state: State, learner: str) -> float:
 def clip(
     bounds: BoundsSection, state: State, learner: str, given: UpdateCredit, norm: float
 ) -> float:
-    """Returns the factor that shortens an update to its greatest norm; 1 leaves it as it is."""
+    """Returns the factor in (0, 1] that shortens an update of L2 norm `norm` if it is too long."""
     most = greatest_norm(bounds, state, learner) * given.steps
     return 1.0 if norm <= most else most / norm

@@ -1,11 +1,11 @@
-"""The machine's decisions as a record states them, and making them again from a tape.
+"""The machine's decisions as a record states them, and deciding again from a tape.
 
-A record's observations are every input of the machine since the previous record that is not on the
+A record's observations are all inputs of the machine since the previous record that are not on the
 tape, each with the stream sequence up to which the tape had been read. So the tape, the records
 and `machine.step` reproduce every decision: when a round opened and closed, which updates were
-admitted with which weight, which were rejected and why, and the machine's memory afterwards.
+merged with which weight, which were rejected and why, and the machine's memory afterwards.
 
-Pure, as `machine.py` is.
+Functions are pure, as in `machine.py`.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from diloco.common.protocol import wire
 
 
 class Decided(NamedTuple):
-    """The part of a record that the machine alone decides, field by field as in `wire.Record`.
+    """The part of a record that the machine alone decides: fields of `wire.Record`.
 
     Records that an operator's command makes (`restore`, `restored`) state the same fields.
     """
@@ -44,7 +44,7 @@ class Decided(NamedTuple):
 
 
 def decided_of(record: wire.Record) -> Decided:
-    """Returns the decisions that a record states."""
+    """Returns the fields of a record that are in `Decided`."""
     return Decided(**{name: getattr(record, name) for name in Decided._fields})
 
 
@@ -85,7 +85,13 @@ def _rejected(refused: RejectedUpdate) -> wire.Rejected:
 
 
 class TapeEvent(NamedTuple):
-    """An event on the tape; `rules` are the new rules if it changes settings."""
+    """A message of the tape as the machine's event.
+
+    Attributes:
+        stream_seq: the message's stream sequence.
+        event: the event.
+        rules: the new rules, if the message changes settings.
+    """
 
     stream_seq: int
     event: events.Event
@@ -96,8 +102,11 @@ class Decision(NamedTuple):
     """The result of deciding a record again.
 
     Attributes:
+        record_seq: the record's stream sequence.
+        record: the record.
         outcome: "same"; "different", with `fields`; "unknown", with the reason `why`.
-        commit: the machine's decision, with its `rules`; None if it did not reach one.
+        why: why the record cannot be decided again; else ''.
+        commit: the machine's `Commit`; None if the machine did not commit.
         fields: name, recorded and decided value of each field that differs.
     """
 
@@ -109,7 +118,7 @@ class Decision(NamedTuple):
     fields: tuple[tuple[str, Any, Any], ...] = ()
 
 
-# Returns a record's fields that are not in `Decided`, given the commit and the record itself.
+# Returns further fields of a record, not in `Decided`, from the commit and the recorded record.
 FurtherFields = Callable[[Commit, wire.Record], Mapping[str, Any]]
 
 
@@ -124,11 +133,12 @@ def decide_again(
     """Decides every record of a fragment again, and compares the decisions field by field.
 
     Args:
-        chain: (sequence, record) of the fragment, in order; the second is decided from the first.
+        chain: (stream sequence, record) of the fragment, in order. Each record is decided from the
+            one before; the first is not decided.
         tape: the events of this fragment, in order, up to the run's end.
-        rules_at: returns the rules after the settings message with a sequence; 0: the first rules.
-        whole_from: the sequence from which on `tape` lacks nothing of the fragment.
-        further: returns other fields that follow from a commit.
+        rules_at: returns the rules by the settings message with a sequence; 0: the first rules.
+        whole_from: the sequence from which on `tape` has all events of the fragment.
+        further: returns further fields to compare, from a commit and the recorded record.
     """
     follower = _Follower(tape, rules_at, whole_from)
     for (base_seq, base), (seq, record) in itertools.pairwise(chain):
@@ -162,7 +172,7 @@ OTHER_RULES = "another release decided it, by other rules"
 
 
 class _Follower:
-    """A machine that receives the same events in the same order as the makers of the records."""
+    """A machine that receives the same events in the same order as those that made the records."""
 
     rules: FragmentRules
 
@@ -178,7 +188,7 @@ class _Follower:
         self._began_at_s = 0.0
 
     def follow(self, base: wire.Record, base_seq: int, record: wire.Record) -> str:
-        """Brings the machine from one record to the next; returns why it cannot, or ''."""
+        """Gives the machine the events between two records; returns '', or why it cannot."""
         if record.policy.rules != memory.RULES:
             self.state = None
             return OTHER_RULES
@@ -186,8 +196,8 @@ class _Follower:
         why = self._cannot_begin(base) if first in GOES_ON and self.state is None else ""
         self.commit = None
         for observation in record.observations:
-            # A record holds the observations of all owners' lives since the previous record. Each
-            # life begins from that record, so only the last one's decisions count.
+            # A record has the observations of all tenures since the previous record. Each tenure
+            # begins from that record, so only the decisions of the last one count.
             if observation.what == "resumed":
                 self._began_at_s = observation.at_s
                 why = "the tape is trimmed before it" if base.position < self._whole_from else ""
@@ -215,18 +225,18 @@ class _Follower:
         return ""
 
     def _begin(self, base: wire.Record, base_seq: int, at_s: float) -> None:
-        """Begins a life from a record, as an owner does."""
+        """Starts the machine from a record, as an owner does after recovery."""
         self.state = memory.resume(base, base_seq, at_s)
         self.rules = self._rules_at(base.policy.settings_seq)
         self.commit = None
         self._next = bisect_left(self._tape, base.position, key=attrgetter("stream_seq"))
 
     def _cannot_begin(self, base: wire.Record) -> str:
-        """Returns why it cannot begin in the middle of an owner's life, or ''.
+        """Returns why the machine cannot start from a record in the middle of a tenure, or ''.
 
-        A record holds all of its maker's state only if no update was waiting. After the stop, an
-        owner's deadline counts from its own beginning, which only the first record of its life
-        states.
+        A record has the whole state of its machine only if no update was waiting. After the stop,
+        an owner's deadline counts from the beginning of its tenure, which only the first record of
+        that tenure states.
         """
         if base.position <= base.policy.seen_seq:
             return "updates were waiting when the record before was made"
@@ -237,7 +247,7 @@ class _Follower:
         return ""
 
     def _take_over(self, base: wire.Record, observation: wire.Observation) -> None:
-        """Sets the state of the owner that made `base` and continues from it."""
+        """Completes the state as in the owner that made the record `base` and continues from it."""
         assert self.state is not None
         self.state = self.state._replace(
             observations=(observation,),
@@ -249,7 +259,7 @@ class _Follower:
         )
 
     def _hear_until(self, seq: int) -> None:
-        """Gives the machine the tape's events up to a sequence, or until it closes a round."""
+        """Gives the machine the tape's events up to a stream sequence, or until it commits."""
         while self._next < len(self._tape) and not self.commit:
             heard = self._tape[self._next]
             if heard.stream_seq > seq:
@@ -271,7 +281,10 @@ class _Follower:
 def _event(
     observation: wire.Observation, base: wire.Record, base_seq: int, record: wire.Record
 ) -> events.Event:
-    """Returns the event of an observation; the reason of a failed update is in its rejection."""
+    """Returns the event that an observation in `record` stands for.
+
+    The reason of a failed update is taken from its rejection in `record`.
+    """
     at_s, learner = observation.at_s, observation.learner
     update = UpdateId(learner, observation.incarnation, observation.seq)
     match observation.what:

@@ -1,6 +1,8 @@
-"""Events, the machine's inputs (tape, driver, time), and effects, which it asks the driver for.
+"""Events, the machine's inputs, and effects, which the machine asks its driver to carry out.
 
-Times are in seconds since the epoch: `stored_at_s` by the server's clock, `at_s` by the owner's.
+Events of the tape have `stored_at_s`, when the server stored the message, by the server's clock,
+and `stream_seq`, the message's stream sequence. Other events come from the driver and have `at_s`,
+by the owner's clock. Times are in seconds of Unix time.
 """
 
 from typing import Literal, NamedTuple
@@ -11,7 +13,7 @@ from diloco.common.protocol import wire
 
 
 class Joined(NamedTuple):
-    """Event: a learner's join on the tape; its sequence is the incarnation."""
+    """Event: a learner's join on the tape; `stream_seq` is the learner's new incarnation."""
 
     stored_at_s: float
     stream_seq: int
@@ -19,7 +21,7 @@ class Joined(NamedTuple):
 
 
 class Departed(NamedTuple):
-    """Event: a learner's leave on the tape."""
+    """Event: a leave on the tape: an incarnation of a learner has ended."""
 
     stored_at_s: float
     stream_seq: int
@@ -46,9 +48,9 @@ class Announced(NamedTuple):
 
 
 class Undecoded(NamedTuple):
-    """Event: a message under an update's subject was not decoded: it is invalid, or was skipped.
+    """Event: a message under an update's subject was not decoded.
 
-    Messages of senders without allowance are skipped (`admission.may_announce`).
+    The message is invalid, or its sender has no allowance left (`admission.may_announce`).
     """
 
     stored_at_s: float
@@ -65,7 +67,7 @@ class Stopped(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """Event: a message on the tape changed settings; the `rules` given with it are the new ones."""
+    """Event: a message on the tape changed settings; the driver gives the new rules from now on."""
 
     stored_at_s: float
     stream_seq: int
@@ -90,7 +92,7 @@ class Fetched(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """Event: an update's shards are not what its manifest states."""
+    """Event: an update's shards are missing or differ from what its manifest states."""
 
     at_s: float
     update: UpdateId
@@ -99,14 +101,14 @@ class Failed(NamedTuple):
 
 
 class Broke(NamedTuple):
-    """Event: adding an update to the sum failed, for a reason that its bytes do not explain."""
+    """Event: adding an update to the sum failed for another reason than the update's bytes."""
 
     at_s: float
     update: UpdateId
 
 
 class Liveness(NamedTuple):
-    """Event: a learner has shown a sign of life again, or has been silent for too long."""
+    """Event: a silent learner has shown a sign of life, or a live one is silent for too long."""
 
     at_s: float
     learner: str
@@ -121,23 +123,23 @@ class Timer(NamedTuple):
 
 
 class CutKnown(NamedTuple):
-    """Event: the sequence of the fragment's last update, from the stream's leader; 0: none."""
+    """Event: the stream's leader has told the sequence of the fragment's last update; 0: none."""
 
     at_s: float
     stream_seq: int
 
 
 class Made(NamedTuple):
-    """Event: the version of the last `Commit` is made, with this digest; the sum is free."""
+    """Event: the version of the last `Commit` is made; the sum is free for the next round."""
 
     at_s: float
     view_digest: str
 
 
 class Tick(NamedTuple):
-    """Event: the present time, without anything that happened.
+    """Event: the present time.
 
-    The machine gets it before a tape message that comes more than `machine.TICK_S` seconds after
+    Comes before a tape message that the driver receives more than `machine.TICK_S` seconds after
     the previous event.
     """
 
@@ -157,20 +159,20 @@ Event = FromTape | Fetched | Failed | Broke | Liveness | Timer | Tick | CutKnown
 
 
 class Fetch(NamedTuple):
-    """Effect: read and verify an update's shards, several at once; answer `Fetched` or `Failed`."""
+    """Effect: read and verify an update's shards; later give the event `Fetched` or `Failed`."""
 
     update: UpdateId
     manifest: wire.Manifest
 
 
 class Merge(NamedTuple):
-    """Effect: add the update just fetched to the round's sum, before the next event."""
+    """Effect: add the update of the present `Fetched` to the sum, before the next event."""
 
     admitted: Admitted
 
 
 class Discard(NamedTuple):
-    """Effect: drop the round's sum; its updates are read again."""
+    """Effect: drop the round's sum; further `Fetch` effects read its updates again."""
 
 
 class OpenRound(NamedTuple):
@@ -180,19 +182,24 @@ class OpenRound(NamedTuple):
 
 
 class AskCut(NamedTuple):
-    """Effect: ask the stream's leader for the fragment's last update; answer `CutKnown`.
+    """Effect: ask the stream's leader for the fragment's last update; later give `CutKnown`.
 
-    Answer only after the machine has received that update's announcement, and all before it.
+    Give `CutKnown` only after the machine has received all announcements up to that update.
     """
 
 
 class Commit(NamedTuple):
     """Effect: make a version, unless the record has only verdicts, and commit the record.
 
-    For a version answer `Made` before any other event. Then, while later events are handled, store
-    the objects, publish the record, and answer `Committed`.
+    For a version, make it and give the event `Made` before any other event. Then, while later
+    events are handled, store the objects, publish the record, and give `Committed`.
 
-    `state` is the machine's state when the round closed: it contains all that the record states.
+    Attributes:
+        what: "verdict" for a record without a version.
+        reason: why the round closed, as in `wire.Record.reason`.
+        final: True if no version of the fragment follows.
+        at_s: when the round closed.
+        state: the machine's state at that time, which determines the record.
     """
 
     what: Literal["version", "verdict"]
@@ -203,7 +210,7 @@ class Commit(NamedTuple):
 
 
 class Ignored(NamedTuple):
-    """Effect: count a message that is no valid update, and keep a sample of it."""
+    """Effect: count a message that is no valid update, and log some of these messages."""
 
     learner: str
     reason: str

@@ -1,6 +1,8 @@
-"""Divides the fragments among aggregators: which one acquires or releases which. Pure.
+"""Divides the fragments among aggregators: pure functions of the leases.
 
-Each aggregator computes its own step from the leases that it sees; `aggregator/leases.py` takes it.
+Each aggregator computes from the leases that it sees which fragments it must acquire and release
+now; `aggregator/leases.py` does so. An aggregator is identified by the random id of its process,
+the field `life` of its leases.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -16,9 +18,9 @@ class AggregatorTerms(NamedTuple):
     """The conditions under which a live aggregator owns fragments.
 
     Attributes:
-        pinned: the fragments that it is pinned to; None: it is not pinned.
-        refuses: fragments that it has failed at; another aggregator may serve them.
-        cut_off: whether the store does not answer it.
+        pinned: the fragments that the aggregator is pinned to; None: it is not pinned.
+        refuses: fragments that the aggregator has failed at; another one may serve them.
+        cut_off: True if the store does not answer the aggregator.
     """
 
     pinned: Pinned = None
@@ -32,11 +34,11 @@ class AggregatorTerms(NamedTuple):
 
 
 class OwnershipDivision(NamedTuple):
-    """What one aggregator does to its ownership of fragments now.
+    """The fragments that one aggregator must acquire and release now.
 
     Attributes:
-        acquire: free fragments that it takes; first the one that it tries first.
-        release: fragments of its own that it gives up, ascending.
+        acquire: free fragments to acquire, in the order in which to try them.
+        release: own fragments to release, ascending.
     """
 
     acquire: tuple[int, ...]
@@ -52,9 +54,9 @@ def divide(
     """Returns what one aggregator acquires and releases now, towards an even division.
 
     Args:
-        me: this aggregator's life.
-        members: the terms of each live aggregator, by life; this one's too.
-        holders: the owner of each fragment that is not done; None for a free one.
+        me: the id of this aggregator's process.
+        members: the terms of each live aggregator by the id of its process, this one included.
+        holders: the id of the owner of each fragment that is not done; None: the fragment is free.
         fragments: number of fragments of the run, P.
     """
     held = {fragment for fragment, holder in holders.items() if holder == me}
@@ -93,19 +95,19 @@ def divide(
 
 
 def _share(me: str, sharing: Collection[str], fragments: Collection[int]) -> int:
-    """Returns how many of `fragments` this aggregator gets: equal shares, the rest to the first."""
+    """Returns the number of `fragments` that `me` gets: equal shares, the rest to the first ids."""
     each, rest = divmod(len(fragments), len(sharing))
     return each + (sorted(sharing).index(me) < rest)
 
 
 def _first_able(sharing: Mapping[str, AggregatorTerms], fragment: int) -> str | None:
-    """Returns the aggregator that takes a fragment that some refuse; None if all refuse it."""
+    """Returns the aggregator that gets a fragment refused by some; None if all refuse it."""
     able = [life for life, one in sharing.items() if one.may_serve(fragment)]
     return min(able, key=lambda life: _rank(life, fragment), default=None)
 
 
 def _by_rank(me: str, fragments: Iterable[int]) -> tuple[int, ...]:
-    """Sorts fragments in an order of this aggregator's own, so that two seldom want the same."""
+    """Sorts fragments in an order that depends on `me`: two aggregators seldom try the same one."""
     return tuple(sorted(fragments, key=lambda fragment: _rank(me, fragment)))
 
 

@@ -23,11 +23,16 @@ class LedgerEntry(NamedTuple):
     """The facts of one record that matter for garbage collection.
 
     Attributes:
-        made: True if the record made its version; a verdict makes none.
+        record_seq: the record's stream sequence.
+        stored_at_s: when the server stored the record, in seconds of Unix time.
+        version: the fragment's version after the record.
+        made: True if the record made this version; a record of verdicts makes none.
         merged: True if the version was made from updates, `inputs`.
-        whole: True if view and outer state of the record's own version are stored.
-        states: names of the newest view and outer state at this record.
-        delta, body: names of its delta and of the object with its body, if there are any.
+        whole: True if view and outer state of this version are stored.
+        states: object names of the newest stored view and outer state at this record.
+        delta: object name of the version's delta; None if it has none.
+        body: name of the object with the record's body; None if the record is on the tape.
+        inputs: the merged updates.
     """
 
     record_seq: int
@@ -46,7 +51,14 @@ class LedgerEntry(NamedTuple):
 class Ledger:
     """A fragment's records from some snapshot on, in the order of the tape.
 
-    `position` and `marks` are those of the newest record; `marks` are by (learner, incarnation).
+    Attributes:
+        run: the run's name.
+        fragment: the fragment's index.
+        epoch: the epoch of the tape.
+        entries: the facts of each record.
+        position: the position in the newest record.
+        marks: by (learner, incarnation), the seq of the last update with a verdict.
+        answered_at: by learner, the stream sequence of the newest update with a verdict.
     """
 
     run: str
@@ -55,19 +67,26 @@ class Ledger:
     entries: list[LedgerEntry] = field(default_factory=list)
     position: int = 1
     marks: dict[tuple[str, int], int] = field(default_factory=dict)
-    # By learner: the sequence of the newest answered update of its newest life.
+    # Of the learner's newest incarnation.
     answered_at: dict[str, int] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
 
     @property
     def newest_seq(self) -> int:
-        """The sequence of the newest record added; 0 if there is none."""
+        """The stream sequence of the newest record added; 0 if there is none."""
         return self.entries[-1].record_seq if self.entries else 0
 
     def take(
         self, record: wire.Record, record_seq: int, stored_at_s: float, body: str | None
     ) -> None:
-        """Adds the next record of the tape; ignores one that was added before."""
+        """Adds the next record of the tape; ignores a record that was added before.
+
+        Args:
+            record: the record.
+            record_seq: the record's stream sequence.
+            stored_at_s: when the server stored the record, in seconds of Unix time.
+            body: name of the object with the record's body; None if the record is on the tape.
+        """
         # Each reading continues where the last one ended, and may repeat the last record.
         if record_seq <= self.newest_seq:
             return
@@ -95,7 +114,7 @@ class Ledger:
         newest = {one.learner: one.incarnation for one in record.policy.members}
         before, self.answered_at = self.answered_at, {}
         for mark in sorted(record.policy.marks, key=lambda mark: mark.incarnation):
-            # An update of a superseded life gives no data position: what was before it stays.
+            # An update of a superseded incarnation gives no data position: the one before stays.
             superseded = mark.incarnation < newest.get(mark.learner, 0) < mark.stream_seq
             known = before.get(mark.learner, 0)
             self.answered_at[mark.learner] = known if superseded else mark.stream_seq
@@ -105,17 +124,16 @@ class Ledger:
         return UpdateId(learner, taken.incarnation, taken.seq)
 
     def forget_below(self, record_seq: int) -> None:
-        """Drops the entries of records below a sequence."""
+        """Drops the entries of records below a stream sequence."""
         self.entries = [entry for entry in self.entries if entry.record_seq >= record_seq]
 
 
 class Announcers(NamedTuple):
-    """The learners that may still announce updates, read before the ledger's newest record.
+    """The learners that may still announce updates, as before the ledger was read to its end.
 
     Attributes:
-        lives: the newest incarnation of each learner. New announcements of older ones are not
-            accepted; their unanswered earlier ones are in `pending`.
-        pending: updates that are announced and not answered.
+        lives: the newest incarnation of each learner. Older incarnations cannot announce any more.
+        pending: updates that are announced and have no committed verdict, of any incarnation.
     """
 
     lives: Mapping[str, int]
@@ -131,7 +149,7 @@ class GarbageObject(NamedTuple):
 
 
 class Trim(NamedTuple):
-    """Messages of a subject to remove: those below a sequence."""
+    """Messages to remove: those of a subject whose stream sequence is below `below_seq`."""
 
     subject: str
     below_seq: int
@@ -140,8 +158,12 @@ class Trim(NamedTuple):
 class GarbagePlan(NamedTuple):
     """The messages and objects of a fragment to remove; the tape is to be trimmed first.
 
-    `floor_version` and `floor_seq`: the oldest version that stays, and its record's sequence; the
-    fragment needs no message before `answered_seq`.
+    Attributes:
+        floor_version: the oldest version that stays.
+        floor_seq: the stream sequence of that version's record.
+        answered_seq: the fragment needs no message below this stream sequence.
+        trims: the messages to remove.
+        objects: the objects to delete.
     """
 
     floor_version: int
@@ -197,7 +219,7 @@ def plan(
 
 
 def _floor(entries: list[LedgerEntry], replay_window_s: float) -> int | None:
-    """Returns the index of the oldest record that stays."""
+    """Returns the index of the floor's record in `entries`; None if nothing can be deleted."""
     wholes = [index for index, entry in enumerate(entries) if entry.whole]
     # One snapshot after records whose own snapshot is gone: too uncertain to delete anything.
     if not wholes or (len(wholes) == 1 and wholes[0] > 0):
@@ -213,15 +235,15 @@ def _floor(entries: list[LedgerEntry], replay_window_s: float) -> int | None:
 
 
 def newer_than_tape(ledger: Ledger, found: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """Yields objects of versions beyond the tape's end, which no aggregator of this tape has made.
+    """Yields the names of objects of versions beyond the tape's end.
 
     Versions are stored one at a time, so at most one version is stored before its record. If there
-    is such an object, delete nothing: the tape was cut or restored from an older copy, and objects
-    that it does not name are evidence of what it contained. Shards are not, as a learner may store
-    whatever it likes under its prefix.
+    is an object of a later version, delete nothing: the tape was cut or restored from an older
+    copy, and the objects that the tape does not name show what it contained. Shards are no such
+    evidence, as a learner may store anything under its prefix.
 
     Args:
-        ledger: the fragment's records; read after `found`.
+        ledger: the fragment's records, read after the store was listed.
         found: (name, bytes) of objects in the store.
     """
     newest = ledger.entries[-1].version if ledger.entries else 0
@@ -275,8 +297,8 @@ class _Retention(NamedTuple):
             # An older tape has ended, so its shards go; a newer tape's shards are not ours to
             # judge.
             return sent.epoch > self.ledger.epoch
-        # Shards are stored before their update is announced, so a live life's unannounced ones stay
-        # (invariant 2).
+        # Shards are stored before their update is announced, so unannounced ones of a newest
+        # incarnation stay (invariant 2).
         update = UpdateId(sent.learner, sent.incarnation, sent.seq)
         if update in self.inputs or update in self.fleet.pending:
             return True
@@ -306,8 +328,8 @@ def pinned_checkpoints(marked: Iterable[str], whole: Iterable[str], keep: int) -
     """Returns the names of the newest checkpoints, which keep their objects.
 
     Args:
-        marked: checkpoints on the tape, including those whose file is not stored, or never will be.
-        whole: checkpoints with a file, of this epoch and of earlier ones.
-        keep: how many of each to keep.
+        marked: names of the checkpoints on the tape, including those without a stored file.
+        whole: names of the checkpoints with a file, of this epoch and of earlier ones.
+        keep: the number of newest checkpoints to keep, of `marked` and of `whole` each.
     """
     return frozenset(sorted(marked)[-keep:]) | frozenset(sorted(whole)[-keep:])

@@ -1,4 +1,4 @@
-"""Immutable collections: each change returns a new one, at a cost that hardly grows with the size.
+"""Immutable collections: each change returns a new one, at little cost even for large ones.
 
 The machine returns a new state for each event. Copying a dictionary of all learners, or computing a
 median over all of them, would cost each event time in proportion to the fleet.
@@ -30,21 +30,21 @@ class PersistentMap(Mapping[K, V]):
         self._next = len(self._map)
 
     def put(self, key: K, value: V) -> "PersistentMap[K, V]":
-        """Returns the mapping with this value; an existing key keeps its place."""
+        """Returns the mapping with `key` set to `value`; an existing key keeps its position."""
         there = self._map.get(key)
         place = self._next if there is None else there[0]
         return self._made(self._map.set(key, (place, value)), self._next + (there is None))
 
     def drop(self, key: K) -> "PersistentMap[K, V]":
-        """Returns the mapping without this key, which must exist."""
+        """Returns the mapping without `key`, which must exist."""
         return self._made(self._map.delete(key), self._next)
 
     def place(self, key: K) -> int:
-        """Returns the number by which keys are ordered."""
+        """Returns a key's sort number: keys are ordered by these numbers, which may have gaps."""
         return self._map[key][0]
 
     def unordered(self) -> Iterator[V]:
-        """Yields the values in any order, which saves sorting."""
+        """Yields the values in any order, which is faster."""
         return (value for _, value in self._map.values())
 
     def find(self, key: K) -> V | None:
@@ -105,7 +105,14 @@ class Ranked:
         return self._values[(len(self) - 1) // 2] if len(self) else None
 
     def upper_median(self, without: float | None, least: int) -> float | None:
-        """Returns the upper median of all but one `without`; None if fewer than `least` remain."""
+        """Returns the upper median of all numbers but one.
+
+        None if fewer than `least` numbers remain.
+
+        Args:
+            without: a number of the collection that is left out once; None: leave out none.
+            least: the fewest numbers that have a median.
+        """
         count = len(self) - (without is not None)
         if count < max(1, least):
             return None
@@ -115,7 +122,7 @@ class Ranked:
         return self._values[rank]
 
     def least(self) -> float | None:
-        """Returns the least of the numbers."""
+        """Returns the least number; None if there are no numbers."""
         return self._values[0] if len(self) else None
 
     def __len__(self) -> int:
@@ -124,7 +131,7 @@ class Ranked:
 
 
 class Tally(Mapping[K, int]):
-    """An immutable count of items; counts are above 0."""
+    """An immutable count of items; an item whose count is 0 is not in the mapping."""
 
     __slots__ = ("_map",)
 
@@ -135,21 +142,21 @@ class Tally(Mapping[K, int]):
         self._map: Map[K, int] = Map(counts)
 
     def more(self, key: K, by: int = 1) -> "Tally[K]":
-        """Returns the counts with `by` added to the count of `key`."""
+        """Returns the counts with `by`, which may be negative, added to the count of `key`."""
         made, count = object.__new__(type(self)), self.of(key) + by
         made._map = self._map.set(key, count) if count else self._map.delete(key)
         return made
 
     def of(self, key: K) -> int:
-        """Returns the count of an item; 0 if it was not counted."""
+        """Returns the count of an item; 0 if the item is not in the mapping."""
         return self._map.get(key, 0)
 
     def __getitem__(self, key: K) -> int:
-        """Returns the count of an item."""
+        """Returns the count of an item; raises `KeyError` if the count is 0."""
         return self._map[key]
 
     def __contains__(self, key: object) -> bool:
-        """True if the item was counted."""
+        """True if the item's count is above 0."""
         return key in self._map
 
     def __len__(self) -> int:

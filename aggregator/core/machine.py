@@ -19,10 +19,10 @@ Rules of the core:
   that an owner that recovers from the record receives the update again.
 - Every input of a decision is on the tape, or is noted in `observations`, which go into the next
   record: so a reader of the tape can make the same decisions.
-- In `closing` the arrays take the outer step. The machine's driver (the owner of a fragment in
-  `tenure.py`, `diloco/plan/virtual_time.py`, the what-if of a replay) sends it no event before
-  `Made`, and then those that came meanwhile, in order. While the record is stored and published
-  the machine receives events as usual.
+- In phase `closing` the arrays take the outer step. The machine's driver (the owner of a fragment
+  in `tenure.py`, `diloco/plan/virtual_time.py`, the what-if of a replay) sends no event before
+  `Made`, and then the events that came meanwhile, in order. While the record is stored and
+  published the machine receives events as usual.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import Reason
 
-# This many observations get a record of their own, so that none is too long to be read.
+# After this many observations a record is published for them, so that no record gets too long.
 OBSERVATIONS = 1 << 13
 # A tape message this many seconds after the last event is preceded by a `Tick` with the time, which
 # the next record states.
@@ -82,9 +82,10 @@ def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
 
 
 def step_at(rules: FragmentRules, state: State, event: events.Event, now_s: float) -> Result:
-    """Does the same as `step`, for an event that arrives at `now_s`.
+    """Calls `step` for an event that its driver received at `now_s`.
 
-    A tape message does not state when its reader received it, and rounds follow the reader's clock.
+    A tape message does not state when it was received, but rounds follow that time. So if the
+    machine's last event is more than `TICK_S` seconds old, a `Tick` with `now_s` comes first.
     """
     if isinstance(event, events.FromTape) and now_s - state.now_s > TICK_S:
         state, _ = step(rules, state, events.Tick(now_s))
@@ -92,14 +93,14 @@ def step_at(rules: FragmentRules, state: State, event: events.Event, now_s: floa
 
 
 def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Result:
-    # After a recovery joins are read again that the memory has already; and only the newest life
+    # After a recovery joins are read again that the memory has already. Only the newest incarnation
     # counts, so an older join read later changes nothing (invariant 3: the same tape gives the same
     # state, however often it is read).
     known = state.members.get(event.learner)
     if known and known.incarnation >= event.stream_seq:
         return state, ()
-    # A new life starts with the speed and weight of the one before, so that pace and grace do not
-    # jump at each restart. Its offences stay too, or a crash would erase them.
+    # A new incarnation starts with the speed and weight of the one before, so that pace and grace
+    # do not jump at each restart. Its offences stay too, or a crash would erase them.
     if known is not None:
         # It may now send what it had not sent when it left, so its time counts on. `missed` stays:
         # rounds do not wait again for a learner that only joins.
@@ -111,7 +112,7 @@ def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Res
 
 def _on_departed(rules: FragmentRules, state: State, event: events.Departed) -> Result:
     member = state.members.get(event.learner)
-    # A late leave of an older life must not end the newer one.
+    # A late leave of an older incarnation must not end the newer one.
     if member is None or member.incarnation != event.incarnation:
         return state, ()
     # `left` in addition to `live`, so that a heartbeat still on its way does not revive a learner
@@ -141,11 +142,11 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         # The incarnation belongs to another tape, so it gets no mark here.
         return state, (_ignored(manifest, Reason.EPOCH),)
     # Learners announce again in case a message was lost, and the tape may deliver twice: an update
-    # has one answer, in one record (invariant 2).
+    # gets one verdict, in one record (invariant 2).
     if memory.is_known(state, update):
         return state, ()
-    # A life's mark is its highest answered seq: with two in flight, answering the later one first
-    # would lose the earlier one (invariants 2 and 4).
+    # An incarnation's mark is its highest seq with a verdict: of two updates in flight, a verdict
+    # on the later one first would lose the earlier one (invariants 2 and 4).
     if admission.overtakes(state, update):
         return state, (_ignored(manifest, Reason.IN_FLIGHT),)
     # Judged before its shards are read: refusing an update by its manifest must cost no reading.
@@ -161,7 +162,7 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         member = member._replace(final=member.final or manifest.final)
     else:
         given = admission.credit(rules, state, manifest, event.stored_at_s)
-        # One of an older life: it was over the allowance when it was read before a recovery.
+        # An update of an older incarnation: over the allowance when it was read before a recovery.
         if manifest.incarnation == member.incarnation:
             member = admission.observed(rules, state, manifest, given, event.stored_at_s)
     state = with_member(state, manifest.learner, member)
@@ -240,7 +241,7 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
 def _admit(
     rules: FragmentRules, state: State, pending: Pending, clip: float, event: events.Fetched
 ) -> Result:
-    """Merges a verified update, in a round that is opened for it if there is none."""
+    """Merges a verified update, then advances the round."""
     manifest = pending.manifest
     staleness = state.version - manifest.base_version
     admitted = Admitted(
@@ -271,10 +272,11 @@ def _on_failed(rules: FragmentRules, state: State, event: events.Failed) -> Resu
 
 
 def _on_broke(rules: FragmentRules, state: State, event: events.Broke) -> Result:
-    """Has the round's sum recomputed, which a failed addition has spoilt; that update comes last.
+    """Discards the round's sum, which the failed addition of an update has spoilt.
 
-    Whatever the reason (memory, a bug of ours), no honest work is rejected for it: an update is
-    rejected only if it breaks the sum a second time while others do not.
+    All its updates are read and added again, the one whose addition failed last. The failure may
+    be due to a lack of memory or a bug of ours, so an update is rejected only if its addition fails
+    a second time while other learners' updates are added.
     """
     pending = state.pending.get(event.update)
     if pending is None:
@@ -300,7 +302,7 @@ def _on_liveness(rules: FragmentRules, state: State, event: events.Liveness) -> 
     if member is None or member.incarnation != event.incarnation or member.left:
         return state, ()
     if member.live == event.live or len(state.observations) >= 4 * OBSERVATIONS:
-        # Dropped, as it will be reported again: while no record can be stored, these would pile up.
+        # Dropped, as it will be reported again: observations pile up while no record can be stored.
         return state, ()
     about = UpdateId(event.learner, event.incarnation, 0)
     state = with_observation(state, "live" if event.live else "dead", event.at_s, about, 0.0)
@@ -352,8 +354,8 @@ def _on_made(rules: FragmentRules, state: State, event: events.Made) -> Result:
         storing=Storing(True, admission.offenders(rules, after, resolved)),
     )
     # The next round begins before the record is committed, so that a slow store delays no reading.
-    # If another owner's record is committed instead, this life ends, and its decisions are dropped
-    # with it (invariants 1 and 3).
+    # If another owner's record is committed instead, this tenure ends, and its decisions are
+    # dropped (invariants 1 and 3).
     state = with_observation(state, "made", event.at_s, NOBODY, 0.0)
     return rounds.go_on(rules, state, event.at_s)
 

@@ -315,7 +315,8 @@ class Hearing:
     def silent_s(self, learner: str, incarnation: int) -> float:
         """Returns the seconds from an incarnation's last sign of life to the newest heartbeat.
 
-        The newest heartbeat of any learner. Signs of life of the learner's later incarnations end the silence too.
+        The newest heartbeat is that of any learner. Signs of life of the learner's later
+        incarnations count too.
         """
         lives = self._heard_at_s[learner]
         heard = [at_s for life, at_s in lives.items() if life >= incarnation]

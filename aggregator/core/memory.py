@@ -1,4 +1,8 @@
-"""The memory that a record carries from one owner's machine to the next, and answers to updates."""
+"""The memory: the part of a machine's state that a record carries to the next owner's machine.
+
+In a record the memory is the field `policy`. It has the marks, by which the machine knows which
+updates have a verdict: a mark is the last update of an incarnation with a verdict.
+"""
 
 from collections.abc import Mapping
 
@@ -24,7 +28,7 @@ from diloco.aggregator.core.updates import (
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import is_offence
 
-# The number of these rules, in each record and in each life's first observation. With rules 0 a
+# The number of these rules, in each record and in each tenure's first observation. With rules 0 a
 # round opened with pace; 1 believed learners' claims; 2 used the median's pace; 3 counted time in
 # transit as slowness; 4 had one rate for rounds of any size. A record of other rules cannot be
 # decided again by these.
@@ -64,10 +68,15 @@ def beginning(
 
 
 def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
-    """Returns the machine's state after a record; feed it the tape from `record.position` on.
+    """Returns the state of a machine that starts from a record.
 
-    Later times than `now_s`, from a writer whose clock was ahead, are replaced by `now_s`, or they
-    would stop the run.
+    The machine must next receive the tape's messages from `record.position` on.
+
+    Args:
+        record: the record.
+        record_seq: the record's stream sequence.
+        now_s: the time, in seconds by the owner's clock. Later times in the record, from an owner
+            whose clock was ahead, become `now_s`, or they would stop the run.
     """
     # The previous machine's waiting updates and open round are not restored: they are read from the
     # tape again (invariant 2).
@@ -112,7 +121,7 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
 
 
 def policy_after(state: State) -> wire.PolicyState:
-    """Returns the memory that the record that commits `state` must hold for `resume`."""
+    """Returns the memory for the next record, from which `resume` restores the state."""
     # As it will be once this record is committed, since it is read only then.
     committed = after_record(state)
     members = tuple(
@@ -127,7 +136,7 @@ def policy_after(state: State) -> wire.PolicyState:
             wire.Allowance(learner=learner, **allowance._asdict())
             for learner, allowance in committed.allowances.items()
         ),
-        # A life that ends before it has caught up still passes on what its predecessor had read.
+        # A tenure that ends before it has caught up passes on how far its predecessor had read.
         seen_seq=max(committed.seen_seq, committed.known_seq),
         floor=committed.floor,
         settings_seq=committed.settings_seq,
@@ -141,7 +150,7 @@ def policy_after(state: State) -> wire.PolicyState:
 
 
 def _credits(state: State) -> tuple[wire.Credit, ...]:
-    """Returns the credits of updates that will be read again, as judged now."""
+    """Returns the credits of the updates without a verdict, which the next owner reads again."""
     unresolved = dict(state.credits) if not has_met_all(state) else {}
     unresolved |= {update: pending.credit for update, pending in state.pending.items()}
     return tuple(
@@ -150,30 +159,30 @@ def _credits(state: State) -> tuple[wire.Credit, ...]:
 
 
 def position(state: State) -> int:
-    """Returns the lowest stream sequence that is unanswered once `state`'s record is committed."""
+    """Returns the lowest stream sequence of a waiting update, or the first that is not read yet."""
     # A position above an update that waits, and is in no record yet, would lose it (invariant 2).
     waiting = (pending.stream_seq for pending in state.pending.unordered())
     return min(waiting, default=state.seen_seq + 1)
 
 
 def has_met_all(state: State) -> bool:
-    """True if the machine has read the tape as far as its predecessor had."""
+    """True if the machine has read the tape as far as the previous owner's machine had."""
     return state.seen_seq >= state.known_seq
 
 
 def is_known(state: State, update: UpdateId) -> bool:
-    """True if an update was received before: it is answered, or waits in this machine."""
+    """True if an update was received before: it has a verdict, or is in this machine's state."""
     if is_answered(state, update):
         return True
     if any(
         update in those for those in (state.pending, state.admitted.named, state.rejected.named)
     ):
         return True
-    # An update in the credits is in no record, so it must be answered, however old its life is.
+    # An update in the credits is in no record, so it needs a verdict, however old its incarnation.
     if (update.learner, update.incarnation) in state.marks or update in state.credits:
         return False
     # The number of marks is limited, as a learner that restarts for a year would fill every record.
-    # Updates of a life so old that its mark is gone were answered long ago.
+    # Updates of an incarnation so old that its mark is gone got their verdicts long ago.
     joined = newest_incarnation(state, update.learner)
     lives = [
         life
@@ -184,35 +193,35 @@ def is_known(state: State, update: UpdateId) -> bool:
 
 
 def is_answered(state: State, update: UpdateId) -> bool:
-    """True if a record has answered an update."""
+    """True if a record has a verdict on an update."""
     mark = state.marks.get((update.learner, update.incarnation))
-    # Lower sequences of a life were answered before: it has one update in flight at a time.
+    # Lower seqs of an incarnation got verdicts before: it has one update in flight at a time.
     return mark is not None and update.seq <= mark.seq
 
 
 def after_record(state: State) -> State:
-    """Returns the state with the marks, members and credits that hold after the next record."""
+    """Returns the state with marks, members and credits as they are after the next record."""
     marks = dict(state.marks)
     resolved = to_resolve(state)
     for taken in resolved:
         update = update_id(taken.manifest)
-        # A life has one update in flight at a time, so its highest answered seq stands for all
-        # before it, and the memory does not grow with updates.
+        # An incarnation has one update in flight at a time, so its highest seq with a verdict
+        # stands for all before it, and the memory does not grow with updates.
         marks[update[:2]] = wire.Mark(**update._asdict(), stream_seq=taken.stream_seq)
-    # Before old marks are dropped: an answered update needs no credit any more.
+    # Before old marks are dropped: an update with a verdict needs no credit any more.
     owed = {
         update: credit
         for update, credit in state.credits.items()
         if update[:2] not in marks or update.seq > marks[update[:2]].seq
     }
-    # Forgotten by number of lives and not by age: a learner that was away for a month must still be
-    # recognized.
+    # Forgotten by number of incarnations and not by age: a learner that was offline for a month
+    # must still be recognized.
     lives_of: dict[str, list[int]] = {}
     for learner, life in marks:
         lives_of.setdefault(learner, []).append(life)
     for learner, lives in lives_of.items():
         joined = newest_incarnation(state, learner)
-        # Lives that a learner made up must not displace real ones.
+        # Incarnations that a learner invented must not displace real ones.
         for some in ([n for n in lives if n <= joined], [n for n in lives if n > joined]):
             for life in sorted(some)[:-LIVES]:
                 del marks[learner, life]
@@ -221,7 +230,7 @@ def after_record(state: State) -> State:
 
 
 def _judged(state: State, resolved: tuple[Admitted | RejectedUpdate, ...]) -> Mapping[str, Member]:
-    """Returns the members, with offences updated by the answers to these updates."""
+    """Returns the members with offences, norms and missed rounds updated by these verdicts."""
     members = dict(state.members)
     for taken in resolved:
         learner = taken.manifest.learner
@@ -239,7 +248,7 @@ def _judged(state: State, resolved: tuple[Admitted | RejectedUpdate, ...]) -> Ma
 
 
 def _take_part(state: State, members: dict[str, Member]) -> None:
-    """Notes in `members` which of them had updates in the closing round, and the updates' norms."""
+    """Sets in `members`, in place, `norm` and `missed` by the closing round's merged updates."""
     norms = {one.manifest.learner: one.norm_per_step for one in state.admitted}
     for learner in members.keys() & (set(state.members.present) | norms.keys()):
         now = members[learner]

@@ -1,4 +1,8 @@
-"""Collections of the updates that a machine handles, with the counts that rounds need."""
+"""The updates that a machine handles: waiting, merged and rejected, with the counts for rounds.
+
+An update *waits* from its announcement until its shards are verified. Then it is merged into the
+open round's sum, or rejected; the next record has the verdict.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -9,7 +13,7 @@ from diloco.common.protocol import wire
 
 
 class UpdateId(NamedTuple):
-    """Identifies an update among those of the machine's fragment."""
+    """Identifies an update of a fragment: `seq` numbers the updates of one incarnation."""
 
     learner: str
     incarnation: int
@@ -17,7 +21,7 @@ class UpdateId(NamedTuple):
 
 
 class UpdateCredit(NamedTuple):
-    """The part of an update's claims that is believed (`admission.py`)."""
+    """The steps, tokens and weight that an update is believed to have (`admission.py`)."""
 
     steps: int
     tokens: int
@@ -25,12 +29,19 @@ class UpdateCredit(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """An update that is announced and not yet verified; `fetching` once its shards are being read.
+    """An update that is announced and not yet verified. Times are in seconds of Unix time.
 
-    `announced_at_s` is the time by the owner's clock, `stored_at_s` by the server's. `passed`: it
-    could not be read in its round's time; it is merged when it arrives, but no later round waits
-    for it, or one sender's slow object would delay every version. `broke`: how often adding it to
-    the sum failed.
+    Attributes:
+        manifest: the update's manifest.
+        stream_seq: the manifest's stream sequence.
+        announced_at_s: when the owner received the manifest, by the owner's clock.
+        stored_at_s: when the server stored the manifest, by the server's clock.
+        credit: the update's credit.
+        fetching: True once the driver was asked to read the update's shards.
+        passed: True if the update could not be read in its round's time. It is merged when it has
+            been read, but no later round waits for it, or one slow object would delay every
+            version.
+        broke: the number of times that adding the update to the sum failed.
     """
 
     manifest: wire.Manifest
@@ -44,7 +55,15 @@ class Pending(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """An update that the round has merged."""
+    """An update that the round has merged.
+
+    Attributes:
+        manifest, stream_seq, credit, announced_at_s, stored_at_s: as in `Pending`.
+        staleness: the version that the round builds on, minus the update's base version.
+        discount: the factor for the staleness, in (0, 1].
+        clip: the factor that shortens the update, in (0, 1].
+        norm: the update's L2 norm before discount and clip.
+    """
 
     manifest: wire.Manifest
     stream_seq: int
@@ -63,12 +82,12 @@ class Admitted(NamedTuple):
 
     @property
     def norm_per_step(self) -> float:
-        """The norm as merged, divided by the credited steps."""
+        """The clipped norm, divided by the credited steps."""
         return self.clip * self.norm / self.credit.steps
 
 
 class RejectedUpdate(NamedTuple):
-    """An update that the next record rejects; `refuse` makes it."""
+    """An update that the next record rejects, with `reason` and `detail`; made by `refuse`."""
 
     manifest: wire.Manifest
     stream_seq: int
@@ -79,8 +98,8 @@ class RejectedUpdate(NamedTuple):
 def refuse(manifest: wire.Manifest, stream_seq: int, reason: str, detail: str) -> RejectedUpdate:
     """Returns the rejection of an update.
 
-    The detail, which may quote the sender, is shortened, so that no manifest makes a record that
-    cannot be written.
+    `detail`, a sentence for people that may quote the sender, is shortened, so that no manifest
+    makes a record too long to be published.
     """
     return RejectedUpdate(manifest, stream_seq, reason, wire.note(detail))
 
@@ -94,7 +113,7 @@ T = TypeVar("T", bound=Admitted | RejectedUpdate)
 
 
 class Resolved(Sequence[T], Generic[T]):
-    """Updates that the next record answers, in order; immutable.
+    """Updates on which the next record has a verdict, in order; immutable.
 
     Args:
         updates: the initial updates.
@@ -110,7 +129,7 @@ class Resolved(Sequence[T], Generic[T]):
         self._senders = Tally(one.learner for one in named)
 
     def plus(self, update: T) -> Self:
-        """Returns the updates with one more."""
+        """Returns the sequence with `update` appended."""
         named = update_id(update.manifest)
         made = object.__new__(type(self))
         made._updates = (*self._updates, update)
@@ -126,12 +145,12 @@ class Resolved(Sequence[T], Generic[T]):
 
     @property
     def lives(self) -> Tally[tuple[str, int]]:
-        """The number of updates of each life: (learner, incarnation)."""
+        """The number of updates of each (learner, incarnation)."""
         return self._lives
 
     @property
     def named(self) -> Tally[UpdateId]:
-        """The number of entries of each update, by its id."""
+        """The number of times that each update is in the sequence, by the update's id."""
         return self._named
 
     @overload
@@ -139,7 +158,7 @@ class Resolved(Sequence[T], Generic[T]):
     @overload
     def __getitem__(self, index: slice) -> tuple[T, ...]: ...
     def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
-        """Returns one update, or a slice of them."""
+        """Returns the update at an index, or the updates of a slice."""
         found: T | tuple[T, ...] = self._updates[index]
         return found
 
@@ -172,7 +191,7 @@ class MergedUpdates(Resolved[Admitted]):
         self._first_s = min((one.announced_at_s for one in self), default=None)
 
     def plus(self, update: Admitted) -> Self:
-        """Returns the updates with one more."""
+        """Returns the sequence with `update` appended."""
         made, first_s = super().plus(update), update.announced_at_s
         first_s = first_s if self._first_s is None else min(self._first_s, first_s)
         made._first_s = first_s  # noqa: SLF001 - one of this class
@@ -180,7 +199,7 @@ class MergedUpdates(Resolved[Admitted]):
 
     @property
     def first_announced_at_s(self) -> float | None:
-        """The time when the first of these updates was announced; None if there are none."""
+        """The earliest `announced_at_s` of these updates; None if there are none."""
         return self._first_s
 
 
@@ -202,18 +221,18 @@ class WaitingUpdates(Mapping[UpdateId, Pending]):
         self._times = Ranked(one.announced_at_s for _, one in waited_for)
 
     def put(self, update: UpdateId, pending: Pending) -> "WaitingUpdates":
-        """Returns the updates with this one; an update that waits already keeps its place."""
+        """Returns the updates with `update` added; one that waits already keeps its position."""
         return self._made(update, pending, self._updates.put(update, pending))
 
     def drop(self, update: UpdateId) -> "WaitingUpdates":
-        """Returns the updates without this one, which need not exist."""
+        """Returns the updates without `update`, which need not be among them."""
         if update not in self._updates:
             return self
         return self._made(update, None, self._updates.drop(update))
 
     @property
     def lives(self) -> Tally[tuple[str, int]]:
-        """The number of updates of each life: (learner, incarnation)."""
+        """The number of updates of each (learner, incarnation)."""
         return self._lives
 
     @property
@@ -223,20 +242,20 @@ class WaitingUpdates(Mapping[UpdateId, Pending]):
 
     @property
     def awaited(self) -> int:
-        """The number of updates that rounds wait for."""
+        """The number of updates that rounds wait for (not `passed`)."""
         return len(self._times)
 
     @property
     def first_announced_at_s(self) -> float | None:
-        """The time when the first update that rounds wait for was announced, or None."""
+        """The earliest `announced_at_s` of the updates that rounds wait for, or None."""
         return self._times.least()
 
     def unfetched(self) -> list[UpdateId]:
-        """Returns the updates whose shards are not being read yet, in order."""
+        """Returns the updates with `fetching` False, in the order of announcement."""
         return sorted(self._unfetched, key=self._updates.place)
 
     def unordered(self) -> Iterator[Pending]:
-        """Yields the updates in any order, which saves sorting."""
+        """Yields the updates in any order, which is faster."""
         return self._updates.unordered()
 
     def __getitem__(self, update: UpdateId) -> Pending:
@@ -252,7 +271,7 @@ class WaitingUpdates(Mapping[UpdateId, Pending]):
         return len(self._updates)
 
     def __iter__(self) -> Iterator[UpdateId]:
-        """Yields the updates' ids, in order."""
+        """Yields the updates' ids, in the order of announcement."""
         return iter(self._updates)
 
     def _made(

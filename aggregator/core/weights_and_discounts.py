@@ -1,6 +1,6 @@
 """Formulas of the aggregator's rules, as pure functions: weight, discount, quorum, pace, grace.
 
-`rounds.py` decides with them when a round closes, `admission.py` what an update counts.
+`rounds.py` uses them to decide when a round closes, `admission.py` to compute weights.
 No IO, clock, randomness or logging here; times are arguments, in seconds.
 """
 
@@ -25,7 +25,25 @@ EMA = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FragmentRules:
-    """The run's settings and sizes that the machine of one fragment uses."""
+    """The run's settings and sizes that the machine of one fragment uses.
+
+    Attributes:
+        run: the run's name.
+        epoch: the epoch of the tape.
+        steps: the run's length in global steps, `run.steps`.
+        fragment: the fragment's index.
+        size: elements of the fragment's vector.
+        layout: the layout's digest.
+        codec: codec of the fragment's updates.
+        block: elements of a block.
+        shard_elements: most elements of a shard.
+        rhythm: the intervals at which the fragment is due, in inner steps.
+        overlap_steps: tau, the inner steps that an update and its version may take to travel.
+        staleness, quorum, bounds: these sections of the settings.
+        lockstep: True if every round waits for all learners.
+        averaged: True if the fragment holds averaged state and no parameters.
+        robust: True if learners may lie: quorums are larger, and limits of weights lower.
+    """
 
     run: str
     epoch: int
@@ -102,7 +120,7 @@ def discount(rule: StalenessSection, staleness: int) -> float:
 
 
 def ema(average: float, value: float) -> float:
-    """Returns a moving average after one more value; an average of 0 has no values yet."""
+    """Returns a moving average after one more value; `average` is 0 before the first value."""
     # It starts with the first value and not with 0, which would understate the first rounds.
     return value if average == 0 else average + EMA * (value - average)
 
@@ -117,30 +135,31 @@ def sync_s(average_s: float, took_s: float) -> float:
 
 
 def elapsed_s(since_s: float, until_s: float) -> float:
-    """Returns the seconds between two times, limited to what a record can hold."""
+    """Returns the seconds from one time to another, in [0, `wire.GREATEST_S`]."""
     return min(max(0.0, until_s - since_s), wire.GREATEST_S)
 
 
 def effective_quorum(quorum: QuorumSection, live: int) -> int:
-    """Returns min(K, live learners), at least 1."""
+    """Returns min(K, live learners), at least 1; K is `quorum.min_learners`."""
     # A smaller fleet never has K learners (invariant 6: no progress depends on absent learners).
     return max(1, min(quorum.min_learners, live))
 
 
 def robust_quorum(live: int, version: int) -> int:
-    """Returns the quorum of centered clipping: two thirds of `live`, three before version 1."""
+    """Returns the quorum if learners may lie: two thirds of `live`; at least 3 for version 1."""
     # Else fast learners would be alone in rounds, where liars could be the majority. The first
     # round has no earlier norms to judge by, and the first learner to join may lie.
     return max(math.ceil(2 * live / 3), 1 if version else 3)
 
 
-# The default rate suits a mean of so many updates; longer steps were tried up to so many.
+# The default learning rate suits a mean of this many updates; longer steps were tried up to a mean
+# of this many.
 SHORT_MEAN, LARGEST_MEAN = 5, 8
 
 
 def mean_growth(senders: int) -> float:
     """Returns the outer step's factor that makes up for the short mean of many updates (ADR 81)."""
-    # The parts that updates do not share shrink with the root of their number.
+    # The components that differ among updates shrink with the root of the number of updates.
     return math.sqrt(min(max(senders, SHORT_MEAN), LARGEST_MEAN) / SHORT_MEAN)
 
 
