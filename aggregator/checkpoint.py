@@ -63,9 +63,9 @@ async def mark(context: Context) -> Marked:
     """Makes a checkpoint of the newest versions.
 
     The checkpoint message is published first. From then on garbage collection keeps the stored
-    views and outer states of these versions. If a version's are not stored yet, garbage collection
-    may still remove the objects from which they are recomputed; then the checkpoint is tried again
-    with newer versions.
+    views and outer states of these versions. If a version has none stored yet, garbage collection
+    may still remove the objects from which the version is recomputed; then the checkpoint is tried
+    again with newer versions.
 
     Raises:
         IntegrityError, ObjectMissingError: stored objects are gone, or do not give the recorded

@@ -46,8 +46,8 @@ async def swap(
         payload: the message's bytes.
         attempt_id: the message's id.
         expected: sequence of the subject's last message; 0 if it has none.
-        base_id: id of that last message, compared first: servers that lost acknowledged messages
-            give its sequence to another one.
+        base_id: id of that last message, compared first, since servers that have lost acknowledged
+            messages give the sequence to another message; '' for no comparison.
 
     Raises:
         RunMismatchError: the run was resumed on a newer tape.
@@ -56,7 +56,7 @@ async def swap(
     doubt = False
 
     async def look() -> int | None:
-        """Returns our message's sequence if it is the subject's last message; None if it is not.
+        """Returns our message's sequence if it is the last one; None if the expected one is.
 
         Raises:
             SwapLostError: the subject's last message is neither ours nor the expected one.

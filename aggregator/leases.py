@@ -4,8 +4,8 @@ The bucket has a key for each fragment, which is its owner's lease, and a key fo
 process, which shows that the process is live and under which terms it owns fragments. A process is
 identified by a random id, the field `life` of its leases.
 
-Any number of aggregators divide a run's fragments among them. If one does not renew its leases
-until they expire, the others take over its fragments. A lease only avoids wasted work: two owners
+Any number of aggregators divide a run's fragments among them. If an aggregator lets its leases
+expire, the others take over its fragments. A lease only avoids wasted work: two owners
 are kept apart by the compare-and-swap on the fragment's records.
 
 Rules:

@@ -268,7 +268,7 @@ class FragmentArrays:
     def merge_again(
         self, record: wire.Record, read: Callable[[wire.Input], tuple[Encoded, ...]]
     ) -> Encoded:
-        """Makes a recorded version again from its record's inputs; returns the version's delta.
+        """Recomputes a recorded version from its record's inputs; returns the version's delta.
 
         Args:
             record: the version's record.
@@ -288,7 +288,7 @@ class FragmentArrays:
         return self.end_again(record)
 
     def begin_again(self, record: wire.Record) -> None:
-        """Begins to make a recorded version again.
+        """Begins to recompute a recorded version.
 
         Raises:
             IntegrityError: the record's arrays, codec or units of weight do not fit this fragment.
@@ -408,7 +408,7 @@ def payload_of(
         grid: the fragment's grid.
         codec: the update's codec.
         parts: one for each of the grid's ranges, in order.
-        arithmetic: the functions that measure it.
+        arithmetic: the functions that compute the norms.
         threads: the number of threads that share the work.
     """
     norms_S = arithmetic.segment_norms(grid, codec, parts, threads)

@@ -62,7 +62,7 @@ class Grid:
         ranges: [start, stop) of each shard of an update, in elements.
         lengths: number of blocks of each segment, int64 [S].
         radial: True for segments merged by RDA, bool [S].
-        averaged: True if the fragment holds averaged state and no parameters.
+        averaged: True if the fragment has averaged state (`TensorHint.kind`) and no parameters.
         centered: True if the fragment is merged by centered clipping.
     """
 

@@ -7,8 +7,8 @@ Rules of this file:
   recovered: the older of the two newest such versions, or an earlier one if versions of the last
   `replay_window_s` seconds could not be merged again otherwise. Below the floor only what
   checkpoints pin stays; from the floor on everything that records name stays.
-- In doubt an object stays: one of a version that is not committed yet, of an update that may still
-  be announced, or with a name that this project does not use.
+- In doubt an object stays: an object of a version that is not committed yet, of an update that may
+  still be announced, or with a name that this project does not use.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -8,12 +8,13 @@ record is stored and published meanwhile; the next record begins once that recor
 
 Rules of the core:
 - `step(rules, state, event) -> (state, effects)` is the whole interface. No IO, clock, randomness
-  or logging; times come in with events, in seconds since the epoch, and `rounds.deadline` says
+  or logging; times come in with events, in seconds of Unix time, and `rounds.deadline` says
   when the machine wants a `Timer`.
 - Rounds follow the owner's clock alone: a message of the tape happens at `state.now_s`, the time of
   the owner's last event. The server's clock, which may differ by hours, only measures intervals
   between messages of one sender.
-- The machine trusts that messages were decoded (`common/protocol/wire`), and nothing else in them.
+- The machine relies on messages being well-formed (`common/protocol/wire`), and on none of their
+  claims.
 - An update leaves the machine exactly once: in the `Commit` of a record, merged or rejected. Until
   that record is committed its stream sequence stays at or above the position in the record, so
   that an owner that recovers from the record receives the update again.
@@ -112,7 +113,7 @@ def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Res
 
 def _on_departed(rules: FragmentRules, state: State, event: events.Departed) -> Result:
     member = state.members.get(event.learner)
-    # A late leave of an older incarnation must not end the newer one.
+    # A late leave of an older life must not end the newer one.
     if member is None or member.incarnation != event.incarnation:
         return state, ()
     # `left` in addition to `live`, so that a heartbeat still on its way does not revive a learner

@@ -232,7 +232,7 @@ def _grace_ends_s(rules: FragmentRules, state: State) -> float:
 
 
 def _without_empty_round(state: State) -> State:
-    """Returns the state with the round closed if all its updates were rejected: it is idle again.
+    """Returns the state in phase idle if the round has no updates left, since all were rejected.
 
     While the stream's leader is being asked for a cut, the round stays open, since the leader's
     answer would otherwise count for the next cut.

@@ -109,8 +109,8 @@ class State(NamedTuple):
     """The machine's state; immutable, mappings included.
 
     A machine's life is one tenure of the fragment (`owner/tenure.py`): it begins from a record, at
-    `began_at_s`. Times of rounds are in seconds of Unix time, by the owner's clock. The comments at
-    the fields describe them.
+    `began_at_s`. Times of rounds are in seconds of Unix time, by the owner's clock. Comments
+    describe the fields.
     """
 
     # The newest version, the record that committed it, and its view's digest, with which the base

@@ -41,7 +41,7 @@ class FragmentRules:
         overlap_steps: tau, the inner steps that an update and its version may take to travel.
         staleness, quorum, bounds: these sections of the settings.
         lockstep: True if every round waits for all learners.
-        averaged: True if the fragment holds averaged state and no parameters.
+        averaged: True if the fragment has averaged state (`TensorHint.kind`) and no parameters.
         robust: True if learners may lie: quorums are larger, and limits of weights lower.
     """
 

@@ -87,7 +87,7 @@ class LivenessWatch:
                 context.metrics.add(metrics.IGNORED, 1, error.reason)
                 continue
             if beat.state == "failed":
-                continue  # The last heartbeat of a failed process is no sign of life.
+                continue  # The last heartbeat of a life that has failed is no sign of life.
             now_s = context.runtime.clock()
             self.hearing.beat(beat.learner, beat.incarnation, now_s, self._live_s())
 
@@ -159,7 +159,7 @@ class Expiry:
         if newest is None or sizes is None:
             return
         if not same_tape(newest.seq, first_sequence(context.epoch)):
-            return  # A newer tape has replaced ours; its learners are not ours to expire.
+            return  # A new tape has replaced ours, and its lives are not ours to end.
         if (
             newest.msg_id.startswith(EXPIRY)
             and self._seen_for_s(learner, newest.seq) < context.share_expiry_s
