@@ -1,1 +1,1 @@
-"""A run's health: tape and store compared with the invariants, and `diloco doctor`."""
+"""Judges a run's health: compares tape and store with the protocol's rules, for `diloco doctor`."""

@@ -1,7 +1,8 @@
 """Checks a run's tape against the rules of `diloco.judge.oracle`, and counts its updates.
 
-The audit trusts no daemon. If the run is in progress or its tape trimmed, each fragment is judged
-from its oldest record on. `remake_and_compare.py` and `objects.py` check the store's objects.
+No claim of a daemon is trusted: what the tape's messages determine is computed from them. On a
+trimmed tape each fragment is checked from its oldest record on. The store's objects are checked by
+`objects.py` and `remake_and_compare.py`.
 """
 
 import heapq
@@ -22,9 +23,10 @@ class Breach(NamedTuple):
     """A value that breaks a rule.
 
     Attributes:
-        rule: one of the oracle's, "objects", "bytes" or "digests".
-        where: the part of the run.
-        what: the expected value, and the value found.
+        rule: a key of `RULES` in `oracle/finding.py`; or "objects" (missing, or of another size),
+            "bytes" or "digests" (contents other than recorded).
+        where: the part of the run, for people: "fragment 0 version 5, message 57".
+        what: the expected value and the value found, as a sentence.
     """
 
     rule: str
@@ -34,16 +36,18 @@ class Breach(NamedTuple):
 
 @dataclass
 class Objects:
-    """The state of a run's objects.
+    """The state of a run's objects in the store.
 
     Attributes:
-        needed: number of objects that recovery and learners need, of `needed_bytes` in all.
-        collected: number of missing objects that garbage collection may have removed.
-        orphans: bytes of each object below the run's prefix that nothing on the tape names.
-        invented: for each learner, the number of orphans under lives that it never began.
-        newer: bytes of each object of a version beyond the tape's end.
+        breaches: named objects that are lost or have another size, and objects with wrong contents.
+        needed: number of objects that a recovering aggregator and joining learners read;
+            `needed_bytes` is the sum of their sizes.
+        collected: number of objects that records name and the store lacks.
+        orphans: by name, the size in bytes of each object that nothing on the tape names.
+        invented: by learner, the number of orphans under incarnations that it never had.
+        newer: by name, the size in bytes of each object of a version beyond the tape's end.
         remade: number of versions that were merged again, and gave the recorded digests.
-        read: number of objects of versions whose bytes were compared.
+        read: number of objects whose bytes were compared with their records.
     """
 
     breaches: list[Breach] = field(default_factory=list)
@@ -59,7 +63,10 @@ class Objects:
 
 @dataclass
 class Account:
-    """Counts of a run's updates since each fragment's oldest record, and of their tokens."""
+    """Numbers of updates, and of their tokens, since each fragment's oldest record on the tape.
+
+    `sent` is the sum of the others. An update is `in_flight` while it has no verdict.
+    """
 
     sent: int = 0
     merged: int = 0
@@ -73,13 +80,16 @@ class Account:
 
 @dataclass(kw_only=True)
 class Audit:
-    """The findings of an audit.
+    """The result of `audit`.
 
     Attributes:
+        breaches: all broken rules.
+        account: the numbers of updates and tokens.
         deep: whether decisions and versions were recomputed.
-        followed: number of decisions that were recomputed.
+        followed: number of records whose decisions were recomputed.
+        unknown: number of records whose decisions could not be recomputed: the tape is trimmed, or
+            the record's maker followed rules of another release.
         remade: number of versions that were recomputed.
-        unknown: number of decisions that could not be recomputed, since the tape is trimmed.
     """
 
     breaches: list[Breach] = field(default_factory=list)
@@ -91,11 +101,11 @@ class Audit:
 
 
 def audit(history: History, *, deep: bool = False) -> Audit:
-    """Checks a tape against its rules; blocks.
+    """Checks a tape against the oracle's rules; blocks.
 
     Args:
         history: the tape.
-        deep: also recompute every decision, and every version in plain arithmetic.
+        deep: also recompute every record's decisions, and every version, with the oracle's code.
 
     Raises:
         StoreUnavailableError: the store is unreachable.
@@ -124,7 +134,7 @@ def audit(history: History, *, deep: bool = False) -> Audit:
 
 
 def _items(history: History) -> Iterator[Item]:
-    """Yields the messages of the tape, in order."""
+    """Yields all messages of the tape, also those that cannot be decoded, by stream sequence."""
     records = (
         Entry(seq, history.times_s[seq], names.record(history.run, record.fragment), record, 0)
         for seq, record in history.in_order()

@@ -1,7 +1,8 @@
 """`diloco doctor`: reports the health of a run, or of a configuration whose run is not created yet.
 
-It probes bus, store and clock, and reads tape, heartbeats and the list of objects. It leaves one
-message behind, among the copies of rejections. `doctor_findings.py` turns facts into findings.
+It probes bus, store and clock, and reads tape, heartbeats and the list of objects. The probe of the
+bus publishes a `Rejection` to a learner "doctor", which stays in the bounded stream.
+`doctor_findings.py` turns facts into findings.
 """
 
 import asyncio
@@ -61,17 +62,22 @@ from diloco.run.state import Finding, RunStatus
 from diloco.run.timeseries import read_time_series
 from diloco.run.watch import Watch
 
-# Readings of a run that moves on meanwhile: objects that were collected then are not missing.
+# The most times that tape and store are read. An object that is collected between the reading of
+# the tape and that of the store seems to be missing; in a second reading it does not.
 LOOKS = 3
-# The number of versions that a deep examination scores on held-out data.
+# A deep examination scores versions on held-out data until the run has about this many scores.
 SCORES = 8
 
 
 @dataclass
 class Report:
-    """The doctor's findings; `account` and `run_now` are None if the tape could not be read.
+    """The doctor's findings on a run.
 
-    `exists` is False if the run is not created yet and nothing else is wrong.
+    Attributes:
+        run: the run's name.
+        account: numbers of updates; `run_now`: the run's state. Both are None if the tape could not
+            be read.
+        exists: False if the run is not created yet and nothing else is wrong.
     """
 
     run: str
@@ -87,12 +93,12 @@ class Report:
 
     @property
     def deeper(self) -> list[Finding]:
-        """The findings from the whole tape and the store, beyond those of the run's state."""
+        """The findings beyond those of `run_now`: from the whole tape, store and bus."""
         now = self.run_now.findings if self.run_now is not None else ()
         return [one for one in self.findings if one not in now]
 
     def document(self) -> dict[str, object]:
-        """Returns the report for JSON."""
+        """Returns the report for JSON; of `run_now` only what the findings say."""
         return {
             "run": self.run,
             "exists": self.exists,
@@ -102,26 +108,27 @@ class Report:
         }
 
 
-# A function that receives the report so far, and a text on the next step.
+# A function that receives the report so far, and the name of the step that begins now.
 Told = Callable[["Report", str], None]
-# (run, tape, its task as a `ScoredTask`, findings) -> the findings, with its own added.
+# A function of (run, tape, the run's task as a `ScoredTask`, findings), which returns the findings
+# and further ones.
 Further = Callable[[RunContext, History, Isolated, list[Finding]], Awaitable[list[Finding]]]
 
 
 def _not_told(_report: Report, _doing: str) -> None:
-    """Ignores progress: the default of `told`."""
+    """Ignores progress: the default of `told` in `examine`."""
 
 
 async def examine(
     target: str, *, deep: bool = False, told: Told = _not_told, further: Further | None = None
 ) -> Report:
-    """Reads a run, or a configuration, and reports its health.
+    """Examines a run, or a configuration, and reports its health; failures become findings.
 
     Args:
         target: RUN, as `diloco.run.cli.opening` takes it.
         deep: also read every object, recompute every version, and judge every record.
-        told: is called with the findings so far, and the next step.
-        further: adds to the findings on a run, from its tape.
+        told: called with the report so far, and the name of the step that begins.
+        further: called last, with the run, its tape, its task and the findings; returns findings.
 
     Raises:
         ConfigError: `target` is not a configuration, or an invalid one.
@@ -174,7 +181,11 @@ async def examine(
 
 
 def said_once(findings: Iterable[Finding]) -> list[Finding]:
-    """Returns the findings, each sentence once, with the worst severity that it was given."""
+    """Removes repeated findings.
+
+    Returns:
+        One finding for each pair of subject and sentence: that with the worst severity.
+    """
     read_scores: dict[tuple[str, str], Finding] = {}
     for finding in findings:
         other = read_scores.setdefault((finding.about, finding.sentence), finding)
@@ -184,7 +195,7 @@ def said_once(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> Iterator[Finding]:
-    """Yields the finding on a run that is not on the bus: not created, or its tape is lost."""
+    """Yields the finding on a run without a tape on the bus: not created, or the tape is lost."""
     try:
         # Objects of the run mean that its tape existed, and is lost or on another server.
         objects = len(list_now(store, config.run.name)) if store is not None else 0
@@ -208,7 +219,11 @@ def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> It
 
 
 def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
-    """Writes, reads and deletes an object; returns the store, if it exists, and the findings."""
+    """Writes, reads and deletes an object.
+
+    Returns:
+        The store (None if it does not exist or cannot be opened), and the findings.
+    """
     name = f"{config.run.name}/doctor/{secrets.token_hex(8)}"
     store = None
     try:
@@ -244,7 +259,7 @@ def _round_trip(store: ObjectStore, name: str) -> None:
 
 
 async def _probe_bus(context: RunContext) -> list[Finding]:
-    """Checks that the bus stores a message, and compares the server's clock with ours."""
+    """Publishes a message and reads it back; compares the server's clock with this machine's."""
     subject = names.rejected(context.run, "doctor")
     probe = wire.Rejection(
         fragment=-1, learner="doctor", incarnation=0, seq=0, reason="probe", detail="diloco doctor"
@@ -275,7 +290,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
 
 
 def _compare(run: OpenRun) -> list[Finding]:
-    """Compares the file with the run's specification."""
+    """Compares the file's settings with the run's: one finding for each key that differs."""
     ours = fitted(run.config.settings(), run.context.layout)
     found = [
         Finding(
@@ -295,7 +310,10 @@ def _compare(run: OpenRun) -> list[Finding]:
 
 
 def _try_task(task: Isolated, build: str, layout: str | None = None) -> list[Finding]:
-    """Checks that the task can be built here, and that its layout is `layout`, the run's."""
+    """Checks that the task can be built here, and that its layout's digest is `layout`, the run's.
+
+    If `layout` is None, the run does not exist yet, and any layout will do.
+    """
     try:
         digest = task.call("digest")
     except (DilocoError, ImportError, OSError) as error:
@@ -338,7 +356,11 @@ class _Way(NamedTuple):
 
 
 async def _examine_run(report: Report, run: OpenRun, task: Isolated, way: _Way) -> list[Finding]:
-    """Examines tape, learners, fragments and objects; fills the report with findings meanwhile."""
+    """Returns the findings on tape, learners, fragments, objects and task.
+
+    It sets `report.account` and `report.run_now`, and `report.findings` to those so far at each
+    step.
+    """
     context, known = run.context, report.findings
 
     def told(findings: Iterable[Finding], doing: str) -> None:
@@ -375,7 +397,7 @@ async def _examine_run(report: Report, run: OpenRun, task: Isolated, way: _Way) 
 
 
 def _copy() -> Finding:
-    """Returns the note on the parts of a bundle that cannot be recomputed from its tape."""
+    """Returns the note that a bundle's heartbeats, losses and logs cannot be verified."""
     return Finding(
         severity="note", about="file",
         sentence="this is a copy in a file: its heartbeats, held-out losses and logs are its "
@@ -385,7 +407,7 @@ def _copy() -> Finding:
 
 
 async def _scores(context: RunContext, *, deep: bool) -> list[wire.Score]:
-    """Returns the stored held-out losses; with `deep`, computes some more along the run.
+    """Returns the stored held-out losses; with `deep`, also new ones, spread over the run.
 
     Raises:
         StoreError: the store is unreachable.
@@ -400,9 +422,11 @@ async def _scores(context: RunContext, *, deep: bool) -> list[wire.Score]:
 
 
 class _Inspection(NamedTuple):
-    """Tape and store, as they were read; `now` is the run's state when the tape had been read.
+    """The tape and the store, as they were read.
 
-    `compared` is that state, with the newest rounds' shards compared.
+    Attributes:
+        now: the run's state when the tape had been read.
+        compared: that state, and findings from the shards of the newest rounds.
     """
 
     history: History
@@ -415,7 +439,7 @@ class _Inspection(NamedTuple):
 async def _look(
     context: RunContext, told: Callable[[Iterable[Finding], str], None], *, deep: bool
 ) -> _Inspection:
-    """Reads tape and store; again if something was wrong and the run has moved on meanwhile."""
+    """Reads and checks tape and store; again if a rule is broken and the tape has grown since."""
     for look in range(1, LOOKS + 1):
         before = await read_listing(context)
         watch = Watch(context)
@@ -445,12 +469,17 @@ async def _look(
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints the whole report."""
+    """Prints the report, with its summary."""
     console.print(picture(report))
 
 
 def picture(report: Report, *, ended: bool = True) -> RenderableType:
-    """Returns the report as a table, worst findings first, equal ones together; and the summary."""
+    """Returns the report as a table: the worst findings first, equal findings as one.
+
+    Args:
+        report: the report.
+        ended: True if the examination has ended: a summary follows the table.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column("severity", no_wrap=True)
     table.add_column("about", overflow="fold", max_width=24)

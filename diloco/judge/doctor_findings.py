@@ -1,9 +1,8 @@
 """Findings on a run's health that need its whole tape or its objects.
 
-Findings that follow from a `RunStatus` and the run's settings are in `run/findings.py`.
-
-Functions from facts to findings; `doctor.py` reads the facts. Each finding that needs action names
-its runbook.
+The functions turn facts, which `doctor.py` reads, into findings. Each finding that needs action
+names its runbook. Findings that follow from a `RunStatus` and the settings are in
+`run/findings.py`.
 """
 
 from collections import Counter, defaultdict
@@ -32,16 +31,21 @@ ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
 RESTORE = "runbooks/restore-from-bucket.md"
 
-# The limit of a stream that states none: a server's default without accounts
-# (from 2.15 on; jetstream.limits.default_max_consumers).
+# The most consumers of a stream whose configuration states no limit: the default of a nats-server
+# without accounts (from 2.15 on; jetstream.limits.default_max_consumers).
 USUAL_READERS = 1000
-# A held-out loss is ruined if it rises by this share of its fall, and by this share of its least.
+# A held-out loss is ruined if it is above its least value by more than LOST_SHARE of its fall (the
+# first value less the least) and by more than LOST_LEAST of the least value. A series of fewer than
+# FEWEST_SCORES is not judged.
 FEWEST_SCORES = 3
 LOST_SHARE, LOST_LEAST = 0.5, 0.1
 
 
 def aggregator_clocks(history: History) -> Iterator[Finding]:
-    """Finds aggregators whose clocks closed records after the server had stored them."""
+    """Yields a finding for each aggregator whose clock is fast.
+
+    Its newest records state that the round closed later than the server stored the record.
+    """
     ahead: dict[str, float] = {}
     for chain in history.records.values():
         for seq, record in chain[-RECENT:]:
@@ -55,7 +59,7 @@ def aggregator_clocks(history: History) -> Iterator[Finding]:
 
 
 def tape(history: History, found: Audit) -> Iterator[Finding]:
-    """Yields the findings of the tape's audit, one for each rule."""
+    """Yields the findings of a tape's audit: one for each broken rule, or that none is broken."""
     yield from _breaches(found.breaches, "tape", BROKEN_INVARIANT)
     account = found.account
     since = "since the oldest record, " if history.trimmed else ""
@@ -89,7 +93,7 @@ def stores_nothing(stream: str, error: str) -> Finding:
 
 
 def readers(filled: Filled) -> Iterator[Finding]:
-    """Finds that the tape has nearly as many readers as the server allows."""
+    """Yields a warning if the tape's consumers are nearly as many as the server allows."""
     most = filled.max_readers or USUAL_READERS
     if filled.readers < NEARLY_FULL * most:
         return
@@ -105,7 +109,7 @@ def readers(filled: Filled) -> Iterator[Finding]:
 
 
 def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
-    """Yields findings on the objects that the tape names."""
+    """Yields the findings on objects that the tape names, on orphans and on invented objects."""
     gone = [b for b in found.breaches if b.rule == "objects"]
     yield from _breaches(gone, "store", MISSING_OBJECT)
     wrong = [b for b in found.breaches if b.rule in ("bytes", "digests")]
@@ -140,7 +144,7 @@ def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
 
 
 def rules(found: Audit) -> Iterator[Finding]:
-    """Yields the finding on the decisions and versions that were recomputed."""
+    """Yields, after a deep audit without breaches, the numbers of what was recomputed."""
     if found.deep and not found.breaches:
         unknown = f"; {found.unknown:,} could not be recomputed" if found.unknown else ""
         followed = bool(found.followed or not found.unknown)
@@ -153,7 +157,10 @@ def rules(found: Audit) -> Iterator[Finding]:
 
 
 def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
-    """Finds held-out losses, of all data or of slices, that rose by a large part of their fall.
+    """Yields a warning for each held-out loss that is ruined (see `LOST_SHARE`).
+
+    The losses are that of all held-out data, and those of its slices by the names of the newest
+    score.
 
     Args:
         scores: the stored scores, in order of time.
@@ -180,7 +187,7 @@ def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
 
 
 def _risen(about: str, losses: Sequence[tuple[float, int]]) -> Iterator[Finding]:
-    """Finds a rise in a series of (loss, global step), in order."""
+    """Yields a warning if a series of (loss, global step), in order of time, is ruined."""
     if len(losses) < FEWEST_SCORES:
         return
     (first, _), (newest, at), (best, best_at) = losses[0], losses[-1], min(losses)
@@ -197,7 +204,7 @@ def _risen(about: str, losses: Sequence[tuple[float, int]]) -> Iterator[Finding]
 
 
 def _breaches(breaches: Sequence[Breach], about: str, runbook: str) -> Iterator[Finding]:
-    """Yields one finding for each rule, with its first breach."""
+    """Yields one finding for each broken rule: its first breach, and their number."""
     by_rule: dict[str, list[Breach]] = defaultdict(list)
     for one in breaches:
         by_rule[one.rule].append(one)

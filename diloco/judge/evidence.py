@@ -1,10 +1,12 @@
 """Checks that a tape and its store are whole: finds losses that garbage collection cannot explain.
 
-Garbage collection trims the tape first, and deletes objects then. So the tape itself tells which
-parts may be missing: of each fragment, all objects named by records above the oldest one are kept,
-and no message stored after every fragment's oldest record is ever trimmed. Anything else that is
-missing was deleted by hand or lost; objects beyond the tape's end mean that the tape was cut. These
-functions read neither bus nor store.
+Garbage collection first trims the tape, and then deletes objects. So it never removes
+
+- an object that a record names, if the tape has an older record of the same fragment;
+- a message that was stored after the oldest record of every fragment.
+
+Any other loss was a deletion by hand, or of a disk. Objects of versions beyond the tape's end mean
+that the tape was cut there. These functions read neither bus nor store.
 """
 
 import itertools
@@ -25,7 +27,7 @@ KEEP = (
 
 
 class Hole(NamedTuple):
-    """The first and last sequence of messages that are missing within a tape."""
+    """A gap in a tape: the first and the last stream sequence of the messages that are missing."""
 
     first_seq: int
     last_seq: int
@@ -37,7 +39,7 @@ class Hole(NamedTuple):
 
 
 def holes(history: History) -> list[Hole]:
-    """Returns the holes in the tape that no garbage collection leaves."""
+    """Returns the gaps in the tape that garbage collection does not explain."""
     oldest = [chain[0][0] for chain in history.records.values() if chain]
     kept_from = max(oldest, default=0)
     seqs = (seq for seq in history.times_s if seq >= kept_from)
@@ -49,9 +51,14 @@ def holes(history: History) -> list[Hole]:
 
 
 def missing_objects(history: History, there: Container[str]) -> dict[str, int]:
-    """Returns the missing objects that garbage collection would not have removed.
+    """Finds the missing objects that garbage collection would not have removed.
 
-    The result maps an object's name to the sequence of its record.
+    Args:
+        history: the tape.
+        there: the names of the objects in the store.
+
+    Returns:
+        For each missing object's name the stream sequence of the first record that names it.
     """
     found: dict[str, int] = {}
     for chain in history.records.values():
@@ -89,9 +96,10 @@ def newer_objects(history: History, listed: Iterable[str]) -> Iterator[str]:
 
 
 def under_way(history: History, listed: Iterable[str]) -> Iterator[str]:
-    """Yields objects of the version after each fragment's newest, if the run has not ended.
+    """Yields the names of listed objects of each fragment's next version, which may be being made.
 
-    An aggregator stores them before it commits the record, so a run in progress may have them.
+    An aggregator stores them before it commits the record. It yields none of a run that has ended
+    or was resumed on a new tape.
     """
     if history.end or history.specification.epoch:
         return
@@ -104,7 +112,7 @@ def under_way(history: History, listed: Iterable[str]) -> Iterator[str]:
 
 
 class LastRecord(NamedTuple):
-    """A fragment's last record, with its sequence and time."""
+    """A fragment's newest record, its stream sequence, and when the server stored it."""
 
     seq: int
     record: wire.Record
@@ -121,11 +129,11 @@ def newer_than(
     """Yields the names of objects of versions and checkpoints beyond the end of a tape.
 
     Args:
-        run: its name.
+        run: the run's name.
         epoch: the epoch of the tape.
-        newest: the last record of each fragment; None if it has none.
+        newest: by fragment, its newest record; None if it has none.
         listed: names of the run's objects.
-        last_seq: the tape's last sequence.
+        last_seq: the tape's last stream sequence.
     """
     found = [(name, 0) for name in listed]
     for fragment, last in newest.items():
@@ -141,7 +149,7 @@ def newer_than(
 
 
 def wholeness(history: History, objects: Objects) -> Iterator[Finding]:
-    """Yields findings on missing messages, and on objects newer than the tape."""
+    """Yields findings on gaps in the tape, and on objects of versions beyond its end."""
     for hole in holes(history):
         yield Finding(
             severity="error",

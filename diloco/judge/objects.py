@@ -1,8 +1,8 @@
-"""Compares a listing of a run's store with its records: which named objects exist, in which size.
+"""Compares a listing of a run's store with its records: which objects exist, and with which size.
 
-These functions know the objects that recovery and joining learners need, and those that garbage
-collection may have taken. Only `check_bytes` reads objects. `remake_and_compare.py` compares what
-objects contain with what recomputing their versions gives.
+The functions tell the objects that recovering aggregators and joining learners need from those that
+garbage collection may have removed. Only `check_bytes` reads contents; `remake_and_compare.py`
+compares all contents with recomputed versions.
 """
 
 from array import array
@@ -28,14 +28,14 @@ from diloco.run.newest_objects import BytesRead, newest_first
 
 
 class Listing:
-    """Sizes of objects by the hashes of their names.
+    """Sizes of objects, by a 63-bit hash of their names: 16 bytes for each object.
 
     Args:
-        listed: names and sizes.
-        picked: chooses the names to keep in full, such as those that may be newer than a tape.
+        listed: names and sizes in bytes.
+        picked: returns True for each name that is kept in full too.
 
     Attributes:
-        picked: the chosen names.
+        picked: the names that were kept in full.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class Listing:
                 self.picked.append(name)
 
     def add(self, name: str, size_bytes: int = 0) -> None:
-        """Adds an object; it replaces one of the same name."""
+        """Adds an object, or replaces the size of the one with this name."""
         self._added.extend((_hash(name), size_bytes))
 
     def _table(self) -> npt.NDArray[np.int64]:
-        """Returns the rows of (hash, size), sorted by hash, each hash once."""
+        """Returns the rows (hash, size), int64 [n, 2], sorted by hash, each hash once."""
         if self._added:
             new = np.frombuffer(self._added, np.int64).reshape(-1, 2)
             rows = np.concatenate([self._rows, new])
@@ -66,7 +66,7 @@ class Listing:
         return self._rows
 
     def size(self, name: str) -> int | None:
-        """Returns the size of an object; None if it does not exist."""
+        """Returns the size of an object in bytes; None if it is not listed."""
         rows, wanted = self._table(), _hash(name)
         index = int(np.searchsorted(rows[:, 0], wanted))
         found = index < len(rows) and rows[index, 0] == wanted
@@ -79,14 +79,14 @@ class Listing:
         return len(self._table())
 
     def missing_from(self, other: "Listing") -> "Listing":
-        """Returns this listing's objects that `other` lacks, or has with another size."""
+        """Returns this listing's objects that `other` lacks, or lists with another size."""
         found, rows = Listing(), self._table()
         found._rows = rows[~_are_among(other._table(), rows)]  # noqa: SLF001 - of this class
         return found
 
 
 def _are_among(rows: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Returns for each row of `wanted` whether it is among `rows`, which are sorted."""
+    """Returns bool [n]: whether `rows`, sorted by hash, have each of the n rows of `wanted`."""
     if not len(rows):
         return np.zeros(len(wanted), np.bool_)
     at = np.minimum(np.searchsorted(rows[:, 0], wanted[:, 0]), len(rows) - 1)
@@ -99,7 +99,9 @@ def _hash(name: str) -> int:
 
 
 async def read_listing(context: RunContext) -> Listing:
-    """Lists the run's objects, with the names of those that may be newer than a tape read later.
+    """Lists the run's objects, and keeps the names of those that may be newer than the tape.
+
+    Those are named as of versions that did not have a record when the listing began.
 
     Raises:
         BusError, StoreError: bus or store are unreachable.
@@ -139,9 +141,10 @@ def fragment_of(run: str, name: str) -> int | None:
 
 
 def may_be_newer(run: str, newest: Mapping[int, int]) -> Callable[[str], bool]:
-    """Returns a test of a name: is the object a checkpoint, or of a version after `newest`?
+    """Returns a test of names: True for checkpoints, and for objects of versions after `newest`.
 
-    `diloco.judge.evidence.newer_objects` decides by the tape, once it is read.
+    `newest` maps a fragment to its newest known version. `diloco.judge.evidence.newer_objects`
+    decides by the tape, once that is read.
     """
 
     def judge(name: str) -> bool:
@@ -156,7 +159,7 @@ def may_be_newer(run: str, newest: Mapping[int, int]) -> Callable[[str], bool]:
 
 
 def needed_now(history: History) -> Iterator[tuple[int, wire.ObjectRef | wire.Shard]]:
-    """Yields (record's sequence, object) for all that recovery and joining learners need."""
+    """Yields (sequence of a record, object that it names) for all that recovery and joins need."""
     for chain in history.records.values():
         newest_seq, newest = chain[-1]
         yield from ((newest_seq, ref) for ref in (newest.snapshot, newest.outer, *newest.deltas))
@@ -178,7 +181,7 @@ def named(record: wire.Record) -> Iterator[wire.ObjectRef | wire.Shard]:
 
 
 def all_named(history: History) -> Iterator[wire.ObjectRef | wire.Shard]:
-    """Yields every object that a record names and the record before does not."""
+    """Yields each object that a record names, unless its fragment's record before names it too."""
     for chain in history.records.values():
         before: set[str] = set()
         for _, record in chain:
@@ -192,8 +195,9 @@ def check_objects(history: History, before: Listing | None = None) -> Objects:
 
     Args:
         history: the tape.
-        before: objects listed before the tape was read, if the run is in progress: those unknown to
-            the tape are newer, and objects stored since are not orphans. None: the present ones.
+        before: in a run in progress, a listing from before the tape was read. Objects of it that
+            are beyond the tape's end are newer than the tape; objects stored since are not orphans.
+            None: the store is listed now for both.
 
     Raises:
         StoreError: the store cannot be listed.
@@ -226,7 +230,7 @@ def check_objects(history: History, before: Listing | None = None) -> Objects:
 
 
 def _invented(history: History, orphans: Iterable[str]) -> Counter[str]:
-    """Returns the number of each learner's objects under lives that no join began."""
+    """Returns, by learner, the number of objects under incarnations that no join began."""
     sent = (names.parse_shard(history.run, name) for name in orphans)
     return Counter(
         one.learner
@@ -239,7 +243,7 @@ def _invented(history: History, orphans: Iterable[str]) -> Counter[str]:
 
 
 def _unknown(history: History, known: Listing) -> Callable[[str], bool]:
-    """Returns a test of a name: does no record name the object, or is it newer than the tape?"""
+    """Returns a test of names: True if no record names the object, or it may be newer."""
     newest = {
         fragment: chain[-1][1].version if chain else -1
         for fragment in range(len(history.layout.fragments))
@@ -256,7 +260,11 @@ def _check_named(
     there: Listing,
     wanted: Mapping[str, tuple[int, wire.ObjectRef | wire.Shard]],
 ) -> None:
-    """Finds needed objects that are missing, or have another size."""
+    """Adds to `found` what is wrong with the named objects in `amiss`: missing, or of another size.
+
+    `there` lists the store; `wanted` has the objects that recovery needs, with their records'
+    sequence.
+    """
     standing = missing_objects(history, there)
     for name, ref in {r.name: r for r in all_named(history) if r.name in amiss}.items():
         seq = wanted[name][0] if name in wanted else 0
@@ -276,7 +284,7 @@ def _check_named(
 
 
 def _other_names(history: History) -> Iterator[str]:
-    """Yields the names of objects that the tape names outside of records' own fields."""
+    """Yields the names of shards in manifests, and of objects that hold records."""
     for _, manifest in history.manifests:
         yield from (shard.name for shard in manifest.shards)
     yield from history.bodies
@@ -291,15 +299,16 @@ def _pinned(history: History) -> set[str]:
     }
 
 
-# The most bytes of objects that are read and compared, the newest first.
+# The most bytes of objects that `check_bytes` reads.
 READ_BYTES = 64 << 20
 
 
 def check_bytes(history: History, found: Objects) -> None:
-    """Reads the newest objects of versions, and compares their bytes with records; blocks.
+    """Reads the newest objects of versions and compares their bytes with their records; blocks.
 
-    A running learner reads a delta once, so a later damage stays unnoticed until a learner joins or
-    the run is replayed. Other checks report objects that cannot be read.
+    It adds breaches to `found`. A running learner reads a delta once, so later damage stays
+    unnoticed until a learner joins or the run is replayed. Objects that cannot be read are left to
+    other checks.
 
     Raises:
         StoreUnavailableError: the store is unreachable.

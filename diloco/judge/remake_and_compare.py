@@ -5,7 +5,7 @@ bit, and on request also the stored delta, view and outer state. Garbage collect
 that recovery no longer needs; remaking then begins at the oldest version whose view and outer state
 still exist.
 
-`merge_round` makes a version that never was: with other inputs, or under other settings.
+`merge_round` makes a version that the run did not make: with other inputs, or under other settings.
 `objects.py` tells which objects must exist.
 """
 
@@ -29,7 +29,7 @@ from diloco.common.storage.tape import get_object
 from diloco.judge.audit import Breach, Objects
 from diloco.run.history import History
 
-# Called with the number of records done, and of all.
+# A function that is called with the number of records done, and the number of all.
 Progress = Callable[[int, int], None]
 
 
@@ -61,7 +61,7 @@ def is_stored(record: wire.Record) -> bool:
 
 
 class FragmentRemaker:
-    """Follows one fragment's records, and has its arrays from the first stored state on.
+    """Recomputes the arrays of one fragment from record to record, from the first stored state on.
 
     Args:
         history: the tape.
@@ -86,7 +86,7 @@ class FragmentRemaker:
 
     @property
     def view(self) -> Vector:
-        """The view after the last record.
+        """The view after the last record, float32 [elements].
 
         Raises:
             IntegrityError: it could not be recomputed.
@@ -96,7 +96,7 @@ class FragmentRemaker:
         return self.arrays.view
 
     def take(self, seq: int, record: wire.Record) -> None:
-        """Brings the arrays to a record, and compares.
+        """Advances the arrays to the next record, at stream sequence `seq`, and compares digests.
 
         Raises:
             IntegrityError: an object is damaged, or does not give the recorded digests; remaking
@@ -143,7 +143,7 @@ class FragmentRemaker:
         self.remade += 1
 
     def load(self, seq: int, record: wire.Record) -> None:
-        """Loads the arrays that a version has stored; they stay None if an object was collected.
+        """Loads the arrays from a record's view and outer state; None if one was collected.
 
         Raises:
             IntegrityError: an object is damaged, or missing though needed.
@@ -156,7 +156,7 @@ class FragmentRemaker:
             self.missing = self.missing or error.message
 
     def _check_delta(self, record: wire.Record, delta: Encoded) -> None:
-        """Checks that the stored delta, which learners apply, is the one that moved this view."""
+        """Checks that the stored delta, which learners apply, is the one that was recomputed."""
         assert record.delta is not None
         history = self._history
         codec = sync_of(
@@ -172,7 +172,7 @@ class FragmentRemaker:
             get_object(self._history.store, record.delta)
 
     def _check_stored(self, record: wire.Record, arrays: FragmentArrays) -> None:
-        """Checks that the stored view and outer state are those of the version."""
+        """Checks that the stored view and outer state are those that were recomputed."""
         for ref, data in (
             (record.snapshot, arrays.view_object()),
             (record.outer, arrays.outer_object()),
@@ -190,7 +190,7 @@ class FragmentRemaker:
 
 
 def load_arrays(history: History, record: wire.Record) -> FragmentArrays:
-    """Loads the arrays that a record has stored.
+    """Loads the arrays from a record's view and outer state, and checks their digests.
 
     Raises:
         IntegrityError, ObjectMissingError: an object is damaged, not the record's, or missing.
@@ -225,7 +225,14 @@ def merge_round(
     admitted: Sequence[Admitted],
     share: float,
 ) -> None:
-    """Takes the outer step of a hypothetical round with these inputs; without any, does nothing.
+    """Advances `arrays` in place by a hypothetical round of the fragment.
+
+    Args:
+        store: has the updates' objects.
+        arrays: the fragment's arrays.
+        settings: the settings of the round.
+        admitted: the updates to merge; if there are none, nothing changes.
+        share: the factor of the outer learning rate, as for a real round.
 
     Raises:
         ObjectMissingError, WireError: an update is missing or damaged.
@@ -238,7 +245,7 @@ def merge_round(
 
 
 def admitted_again(record: wire.Record, taken: wire.Input, settings: RunSettings) -> Admitted:
-    """Returns a recorded input as the machine admitted it, discounted by `settings`."""
+    """Returns a recorded input as its aggregator admitted it, with the discount of `settings`."""
     discount = formulas.discount(settings.staleness, taken.staleness)
     return Admitted(
         _manifest(record, taken),
@@ -253,9 +260,9 @@ def admitted_again(record: wire.Record, taken: wire.Input, settings: RunSettings
 
 
 def _manifest(record: wire.Record, taken: wire.Input) -> wire.Manifest:
-    """Returns the manifest of a recorded input, which the tape may no longer have.
+    """Returns the manifest of a recorded input, made from its record, as the tape may lack it.
 
-    Fields that no record keeps and no merge reads are 0.
+    Fields that no record has and no merge reads are 0.
     """
     return wire.Manifest(
         run=record.run,

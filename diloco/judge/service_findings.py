@@ -1,4 +1,4 @@
-"""The doctor's findings on checkpoints and on the store's owner."""
+"""The doctor's findings on checkpoints, and on the store's owner and permissions."""
 
 import os
 from collections.abc import Iterator
@@ -13,15 +13,17 @@ from diloco.run.history import History
 from diloco.run.state import Finding
 
 HOUR_S = 3600.0
-# Checkpoints are hourly; a machine may be down for a while.
+# The age of the newest checkpoint that is reported; they are made every hour.
 CHECKPOINT_S = 3 * HOUR_S
-# The time from a checkpoint's mark on the tape to its file in the store.
+# A checkpoint's file is in the store this long after its message on the tape, or it has failed.
 MAKING_S = 600.0
 LISTED = 3
 
 
 def newest_checkpoint(store: ObjectStore, run: str) -> tuple[str, float] | None:
-    """Returns the name and time of the newest complete checkpoint; None if there is none.
+    """Returns the newest complete checkpoint: its name, and its time in seconds since the epoch.
+
+    None: there is none.
 
     Raises:
         StoreError: the store cannot be read.
@@ -36,7 +38,13 @@ def newest_checkpoint(store: ObjectStore, run: str) -> tuple[str, float] | None:
 def checkpoints(
     history: History, made: tuple[str, float] | None, now_s: float
 ) -> Iterator[Finding]:
-    """Yields the finding on the run's checkpoints, from which a lost NATS server is restored."""
+    """Yields the finding on the run's checkpoints, from which a lost NATS server is restored.
+
+    Args:
+        history: the tape.
+        made: name and time of the newest complete checkpoint; None if there is none.
+        now_s: the time now, in seconds since the epoch.
+    """
     marks = {mark.name: mark.created_at_s for _, mark in history.checkpoints}
     since = f"the newest complete one is {made[0]}" if made else "no checkpoint is complete"
     created_s = history.specification.created_at_s
@@ -67,7 +75,7 @@ def checkpoints(
 
 
 def store_owner(store: ObjectStore) -> Iterator[Finding]:
-    """Finds folders of a local store that belong to another user."""
+    """Yields a finding if folders of a local store belong to another user than the store."""
     if not isinstance(store, DirectoryStore):
         return
     root = store.root
@@ -86,7 +94,7 @@ def store_owner(store: ObjectStore) -> Iterator[Finding]:
 
 
 def store_fence(store: ObjectStore, *, credentials: bool) -> Iterator[Finding]:
-    """Warns if the store is a folder although the run's parties have credentials of their own."""
+    """Yields a warning if the store is a folder although the run's parties have own credentials."""
     if credentials and isinstance(store, DirectoryStore):
         yield Finding(
             severity="warning",
@@ -109,7 +117,7 @@ def _owned_by_others(root: Path) -> Iterator[Path]:
 
 
 def accepts(store: ObjectStore, url: str) -> str:
-    """Returns the sentence that a store accepts objects, and from which user if it is a folder."""
+    """Returns the sentence that a store accepts objects; of a folder, also from which user."""
     sentence = f"{url} accepts objects"
     if not isinstance(store, DirectoryStore):
         return sentence

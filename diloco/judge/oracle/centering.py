@@ -2,11 +2,12 @@
 
     merged = v + sum of w c (e - v) / sum of w,   c = min(1, clip_radius r / |e - v|)^2
 
-in each segment of a fragment's tensors. The sums are over the round's updates. w: an update's
-weight; e: its values times its discount and clip; v: the previous round's merged gradient; |x|: the
-Euclidean norm of the segment's elements. r, the radius: the lower median of |e - v| over learners,
-in the last round that merged updates of three learners or more. Until there was such a round v = 0
-and merged = r sum of w e / |e| / sum of w, where r is the lower median of |e| in the round itself.
+is computed for each segment (`diloco.common.protocol.layout`) of a fragment by itself. The sums are
+over the round's updates. w: an update's weight; e: its values times its discount and clip; v: the
+previous round's merged outer gradient; |x|: the Euclidean norm of the segment's elements. r, the
+radius: the lower median of |e - v| over learners, in the last earlier round that merged updates of
+three learners or more. Until there was such a round v = 0 and merged = r sum of w e / |e| / sum of
+w, where r is the lower median of |e| in the round itself.
 """
 
 import math
@@ -21,7 +22,8 @@ from diloco.common.protocol import wire
 
 Doubles = npt.NDArray[np.float64]
 Vector = npt.NDArray[np.float32]
-# Relative errors of norms computed in float32, and of shares of weight in bfloat16.
+# Tolerances: the relative error of norms computed in float32, and the absolute error of `kept`,
+# which is computed from weights in bfloat16.
 ERROR, SHARE_ERROR = 1e-4, 2.0**-8
 LEARNERS = 3
 
@@ -29,7 +31,8 @@ LEARNERS = 3
 class Centered:
     """A round of a fragment that is merged by centered clipping.
 
-    N is the number of the fragment's elements, S that of its segments; v and r as above.
+    N is the number of the fragment's elements, S that of its segments; the module defines v, r and
+    c.
 
     Args:
         center: v, float32 [N].
@@ -52,7 +55,12 @@ class Centered:
         self._newest: dict[str, Doubles] = {}
 
     def pull(self, taken: wire.Input, values: Vector) -> Doubles:
-        """Returns c for an input with these values, float64 [S]."""
+        """Returns c of an input, float64 [S]; where r is 0, 1 / |e| instead.
+
+        Args:
+            taken: the input.
+            values: its decoded values, float32 [N].
+        """
         counted = values * np.float64(taken.discount * taken.clip)
         away_S = np.where(
             self._known_S, self._lengths(counted - self._center), self._lengths(counted)
@@ -65,7 +73,11 @@ class Centered:
         return pull_S
 
     def factors(self, average: float) -> Doubles:
-        """Returns the factors of the sum, float64 [S]; `average` is the factor of an average."""
+        """Returns the factors of the sum of w c e, float64 [S]; `pull` has seen all inputs before.
+
+        Args:
+            average: 1 / sum of w.
+        """
         return np.where(self._known_S, average, average * self._median())
 
     def _median(self) -> Doubles:
@@ -74,7 +86,11 @@ class Centered:
         return middle
 
     def judge(self, record: wire.Record) -> Iterator[tuple[str, str, Any, Any]]:
-        """Compares the numbers that the record states for the round's end with the rules."""
+        """Compares the record's `kept` and `radii` with the rules.
+
+        Yields:
+            (rule, field, expected, found) for each that differs, with the first eight values.
+        """
         unit = record.inputs[-1].weight_unit
         weights = [math.ldexp(taken.weight, -unit) for taken in record.inputs]
         whole = sum(float(ml_dtypes.bfloat16(weight)) for weight in weights)

@@ -1,4 +1,9 @@
-"""Compares a record's fields with those that follow from the record before and its maker's life."""
+"""Compares a record's fields with those that the rules and the record before it demand.
+
+In these functions `record` is the record to check, `base` the one before it of the same fragment,
+and `life` the state of the owner that made `record`, as the oracle recomputed it. They yield a
+`RuleBreach` for each field that differs.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -18,7 +23,7 @@ GREATEST = (1 << 63) - 1
 # The contents of a version, which a rollback repeats.
 Contents = tuple[str, str, int]
 CONTENTS = ("view_digest", "outer_digest", "global_step")
-# Fields that a verdict repeats of the record before it, beside `outer_seq`.
+# Fields that a record of verdicts alone repeats of the record before it, beside `outer_seq`.
 STANDS = (
     "snapshot", "snapshot_version", "deltas", "outer", "outer_version", "view_digest",
     "outer_digest",
@@ -26,7 +31,7 @@ STANDS = (
 
 
 def contents(record: wire.Record) -> Contents:
-    """Returns the digests and the global step of a fragment's version as the record leaves it."""
+    """Returns the digests and the global step of a record's version."""
     return record.view_digest, record.outer_digest, record.global_step
 
 
@@ -62,7 +67,10 @@ def link(base: wire.Record, base_seq: int, record: wire.Record) -> Iterator[Rule
 
 def clock(settings: RunSettings | None, base: wire.Record, record: wire.Record
 ) -> Iterator[RuleBreach]:  # fmt: skip
-    """Compares the run's clock with the rules; `settings` is None if no longer on the tape."""
+    """Checks the record's global step.
+
+    Without `settings`, which a trimmed tape may lack, it checks only that the step does not fall.
+    """
     expected = base.global_step
     if record.what == "version":
         if settings is None:
@@ -83,8 +91,9 @@ def answers(
 
     Args:
         record: a record that is not the first of its fragment.
-        announced: returns the manifest at a sequence, and when it was stored.
-        whole_from: the sequence from which on no manifest is missing.
+        announced: returns the manifest at a stream sequence, and when it was stored; None if there
+            is no such manifest.
+        whole_from: the stream sequence from which on no manifest is missing.
     """
     for taken in resolved(record):
         found = announced(taken.stream_seq)
@@ -112,7 +121,7 @@ def answers(
 
 
 def names(record: wire.Record) -> Iterator[RuleBreach]:
-    """Checks that stored objects are of the versions that the record states."""
+    """Checks that the objects' names have the versions that the record states for these objects."""
     told = [
         ("view", record.snapshot_version, record.snapshot),
         ("outer", record.outer_version, record.outer),
@@ -127,7 +136,7 @@ def names(record: wire.Record) -> Iterator[RuleBreach]:
 
 
 def sums(base: wire.Record, record: wire.Record) -> Iterator[RuleBreach]:
-    """Checks the totals, which include what this record resolves."""
+    """Checks the totals: those of `base`, and the updates that the record answers."""
     before, now = base.totals, record.totals
     taken, not_taken = record.inputs, record.rejected
     expected = {
@@ -145,7 +154,13 @@ def sums(base: wire.Record, record: wire.Record) -> Iterator[RuleBreach]:
 
 
 def decision(life: OwnerLife, close: Close, record: wire.Record) -> Iterator[RuleBreach]:
-    """Compares a record's decisions with the rules', before the owner's state is advanced by it."""
+    """Compares a record's decisions with those that the rules demand.
+
+    Args:
+        life: the owner's state just before the record.
+        close: the record that the rules demand.
+        record: the record.
+    """
     made = close.what == "version"
     yield from _equal(
         "round",
@@ -169,7 +184,7 @@ def decision(life: OwnerLife, close: Close, record: wire.Record) -> Iterator[Rul
 
 
 def remembered(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
-    """Checks the memory after the record; `life` has taken the record in already."""
+    """Checks `record.policy`, the owner's memory; `life` is the owner's state after the record."""
     expected = life.memory.copy()
     expected.seen_seq = max(life.read_seq, life.known_seq)
     expected.credits = life.credits(without_sum=record.what == "verdict")
@@ -178,7 +193,7 @@ def remembered(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
 
 
 def _inputs(life: OwnerLife | None, record: wire.Record) -> Iterator[RuleBreach]:
-    """Compares a record's inputs, their order and their weights with the rules."""
+    """Compares a record's inputs, their order and weights; if `life` is None, it must have none."""
     merged = life.merged if life is not None else []
     expected = [(*update_id(one.manifest), one.stream_seq) for one in merged]
     found = [(i.learner, i.incarnation, i.seq, i.stream_seq) for i in record.inputs]
@@ -211,7 +226,7 @@ def _rejected(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
 
 
 def _step_size(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
-    """Checks the outer step's size: a round with a share of the fleet takes that share of it."""
+    """Checks the record's learning rate and momentum, which depend on `life.step_share()`."""
     outer = life.settings.outer
     share = life.step_share()
     rate = outer.learning_rate * share
@@ -225,10 +240,10 @@ def _step_size(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
 def objects(
     settings: RunSettings | None, base: wire.Record, base_seq: int, record: wire.Record
 ) -> Iterator[RuleBreach]:
-    """Checks which snapshot, deltas and outer state the record names: its own, or earlier ones.
+    """Checks which view, deltas and outer state the record names: its own, or those of `base`.
 
-    If `settings` is None, as the tape no longer has them, the record's own fields decide which of
-    the two it must name.
+    `settings` has the interval of snapshots. If it is None, as the tape no longer has them, the
+    record's own fields decide which of the two it must name.
     """
     outer_seq = base.outer_seq or base_seq
     if record.what == "verdict":
@@ -256,7 +271,7 @@ def objects(
 
 
 def _whole(record: wire.Record) -> Iterator[RuleBreach]:
-    """Checks a record that must name a view and an outer state of its own version."""
+    """Checks that a record names a view and an outer state of its own version."""
     yield from _equal(
         "objects",
         ("snapshot_version", record.version, record.snapshot_version),
@@ -269,7 +284,10 @@ def _whole(record: wire.Record) -> Iterator[RuleBreach]:
 def restore(
     base: wire.Record, versions: Mapping[int, Contents], record: wire.Record
 ) -> Iterator[RuleBreach]:
-    """Checks a rollback: it repeats an earlier version, and its policy changes only the floor."""
+    """Checks a rollback: it repeats an earlier version, and its policy changes only the floor.
+
+    `versions` has the contents of the fragment's versions that are known.
+    """
     expected = PolicyMemory.of(base.policy)
     expected.floor = record.version
     for name, wanted, found in expected.differences(PolicyMemory.of(record.policy)):

@@ -1,4 +1,4 @@
-"""The credit of an update, and the member state of its sender after it.
+"""Computes the credit of an update, and its sender's `MemberRecord` after the update.
 
 Source: docs/design/design.md, "Trust". No code is shared with the aggregator.
 """
@@ -17,9 +17,10 @@ class CreditBasis:
     """The facts that determine the credit of one update.
 
     Attributes:
-        memory: the owner's memory; `now_s` is the time by its clock.
-        stored_at_s: when the server stored the update.
-        averaged: True if the update is of averaged state.
+        memory: the owner's memory, with the sender among its members.
+        stored_at_s: when the server stored the update, in seconds since the epoch by its clock.
+        now_s: when the owner read it, in seconds since the epoch by the owner's clock.
+        averaged: True if the fragment holds averaged state, such as batch statistics.
         others: True for `run.trust = "others"`: learners may lie.
     """
 
@@ -41,18 +42,24 @@ class CreditBasis:
         return [member for name, member in here.items() if name != self.manifest.learner]
 
     def _time_s(self) -> float:
-        """Returns the seconds that the learner had and has not accounted for."""
+        """Returns the seconds in which the learner can have done the update's steps.
+
+        These are the time since its last update, and the unused time before that (`unused_s`).
+        """
         return min(numbers.LONGEST_S, self._passed_s() + self._member.unused_s)
 
     def _passed_s(self) -> float:
-        """Returns the seconds since its last update: by the server's clock, unless set back."""
+        """Returns the seconds since the learner's last update.
+
+        They are by the server's clock; by the owner's, if the server's was set back meanwhile.
+        """
         member = self._member
         if member.read_at_s and self.stored_at_s < member.heard_at_s:
             return numbers.between_s(member.read_at_s, self.now_s)
         return numbers.between_s(member.heard_at_s, self.stored_at_s)
 
     def _fastest(self) -> float:
-        """Returns the most steps a second that are credited."""
+        """Returns the greatest number of steps per second that is credited to the learner."""
         known = self.bounds.of(self.manifest.learner)
         if known.max_steps_per_s:
             return known.max_steps_per_s
@@ -93,7 +100,7 @@ class CreditBasis:
         return share * min(numbers.FINITE, median)
 
     def known_after(self, credit: OracleCredit) -> MemberRecord:
-        """Returns the sender's member record after it has announced the update."""
+        """Returns the sender's member record after the owner has read the update."""
         sent, member, time_s, fastest = self.manifest, self._member, self._time_s(), self._fastest()
         told = 1 / sent.step_time_s if sent.step_time_s > 1 / numbers.FINITE else 0.0
         seen = credit.steps / time_s if time_s > credit.steps / numbers.FINITE else fastest
@@ -111,7 +118,7 @@ class CreditBasis:
         )
 
     def _least_s(self, credit: OracleCredit) -> float:
-        """Returns the least seconds in which the credited work can have been done."""
+        """Returns the least seconds in which the credited steps and tokens can have been done."""
         steps_s, heaviest = credit.steps / self._fastest(), self._heaviest_per_s()
         if heaviest is None:
             return steps_s
@@ -127,7 +134,15 @@ def _speed(member: MemberRecord) -> float:
 def shortened(
     bounds: BoundsSection, norms: dict[str, float], learner: str, credit: OracleCredit, norm: float
 ) -> float:
-    """Returns the factor that shortens an update, 1 for none; `norms` are per credited step."""
+    """Returns the factor, at most 1, by which an update is clipped.
+
+    Args:
+        bounds: the section `bounds` of the settings.
+        norms: by learner, norm per credited step.
+        learner: the update's sender, whose norm in `norms` does not count.
+        credit: the update's credit.
+        norm: the update's norm.
+    """
     median = numbers.upper_median([said for name, said in norms.items() if name != learner])
     if median is None or norm <= bounds.norm_clip * median * credit.steps:
         return 1.0

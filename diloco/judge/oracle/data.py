@@ -1,9 +1,9 @@
-"""The data that each update covers; every update must be answered once.
+"""Checks the data positions of updates, and that every update is answered once.
 
-A learner takes one batch a step, in order: an update of n steps that ends at a position begins n
-before it. A new life resumes behind all positions of earlier lives. In a trimmed tape each fragment
-is checked from its oldest record on, whose position and marks tell which updates were answered
-before.
+A learner takes one batch a step, in order: an update of n steps at position p covers the batches
+from p - n to p. A new life resumes after the batches of all earlier lives. On a trimmed tape each
+fragment is checked from its oldest record on. That record's position and marks tell which updates
+were answered before.
 """
 
 import math
@@ -20,11 +20,13 @@ from diloco.judge.oracle.finding import Violation
 
 @dataclass
 class Unanswered:
-    """An update that no record has answered, as it was announced first.
+    """An update that no record has answered yet; fields are those of its first announcement.
 
     Attributes:
-        due: True if no record's position may pass this update. False for an update that came out
-            of turn, which need not be read until it is announced again.
+        stream_seq: stream sequence of its manifest.
+        due: True if no record's position may pass this update. It is False if the update was
+            announced while an earlier one of its life had no verdict: then an owner may ignore it
+            until it is announced again.
         shut_out: True if its sender was quarantined: the update may have been dropped unread.
     """
 
@@ -46,10 +48,14 @@ class _Life(NamedTuple):
 
 @dataclass
 class _Sent:
-    """A life's newest update of a fragment, and its updates without an answer.
+    """What one life of a learner has sent of one fragment.
 
-    `merged_version` is the version that merged the newest one, 0 while none has; `answered` the
-    newest update that a record answers; `covered` the data position up to which work is sent.
+    Attributes:
+        seq: number of its newest update, whose `position` and `base_version` follow.
+        merged_version: the version that merged the newest update; 0 if none has.
+        answered: number of the newest update that a record answers.
+        covered: the position up to which batches are sent; a leave may state more than updates do.
+        unanswered: by number, the updates without a verdict.
     """
 
     seq: int = 0
@@ -63,10 +69,15 @@ class _Sent:
 
 @dataclass
 class _LearnerData:
-    """A learner's newest life; its data resumes between `least` and, with late messages, `most`.
+    """The data positions of a learner.
 
-    `said`: the furthest position that its lives stated while they were the newest; `late`: that of
-    later messages. `left`: sequence and position of its leave.
+    Attributes:
+        incarnation: its newest life.
+        least: the least position at which that life may begin.
+        most: the greatest, if messages of earlier lives that came late are counted too.
+        said: the greatest position that a life stated while it was the newest.
+        late: the greatest position that a life stated after a newer one had joined.
+        left: stream sequence and position of the newest life's leave; None: it has not left.
     """
 
     incarnation: int = 0
@@ -77,17 +88,17 @@ class _LearnerData:
     left: tuple[int, int] | None = None
 
     def join(self, incarnation: int) -> None:
-        """Begins a life."""
+        """Begins a life, which may resume from `said` on."""
         self.incarnation, self.left = incarnation, None
         self.least, self.most = self.said, max(self.said, self.late)
 
 
 class Data:
-    """Data positions and answers of all learners.
+    """Checks the data positions and verdicts of all learners' updates.
 
     Args:
         specification: the tape's first message.
-        earlier: positions that the tape begins with.
+        earlier: by learner, the data position at which the tape begins.
         overwritten: fragments whose versions overwrite a learner's unsent work.
         blend: the share that a learner keeps of its steps after an update, when it adopts the
             version that merged the update.
@@ -114,18 +125,21 @@ class Data:
         self._whole_from = 1
 
     def missing_before(self, seq: int) -> None:
-        """Notes that messages before `seq` are missing, announcements among them."""
+        """Notes that messages before stream sequence `seq` are missing, possibly manifests."""
         self._whole_from = seq
 
     def in_flight(self) -> Iterator[tuple[str, Unanswered]]:
-        """Yields name and state of each unanswered update that was announced in the right order."""
+        """Yields name and state of each unanswered update, except those announced out of turn."""
         for life, sent in self._sent.items():
             for seq, waiting in sent.unanswered.items():
                 if waiting.due:
                     yield life.update(seq), waiting
 
     def take(self, body: wire.Body, seq: int) -> Iterator[Violation]:
-        """Follows a join, leave, manifest or quarantine; lives of an older tape are ignored."""
+        """Takes a join, leave, manifest or quarantine at stream sequence `seq`.
+
+        Messages of lives of another tape are ignored.
+        """
         match body:
             case wire.Join():
                 self._learners[body.learner].join(seq)
@@ -200,9 +214,10 @@ class Data:
     def _bounds(
         self, manifest: wire.Manifest, sent: _Sent, learner: _LearnerData
     ) -> tuple[int, float]:
-        """Returns the least and greatest first position of an update: the end of the one before it.
+        """Returns the least and greatest position at which an update's steps may begin.
 
-        They differ if the learner may have dropped unsent work: by rollback, overwrite or blend.
+        Both are the end of the update before it, unless the learner may have dropped unsent work:
+        by rollback, overwrite or blend.
         """
         floors = self._floors[manifest.fragment]
         if not sent.seq:
@@ -224,7 +239,7 @@ class Data:
         return sent.position, sent.position
 
     def begin(self, record: wire.Record) -> None:
-        """Begins with a fragment's oldest record, or with the first after an unreadable one."""
+        """Starts at a fragment's oldest record, or at the first one after an unreadable record."""
         answered = {(mark.learner, mark.incarnation): mark.seq for mark in record.policy.marks}
         due = []
         for life, sent in self._sent.items():
@@ -246,7 +261,8 @@ class Data:
     def resolve(self, record: wire.Record, seq: int, *, followed: bool) -> Iterator[Violation]:
         """Checks that each update that a record answers was sent, and had no answer before.
 
-        `followed`: its decision was checked, so updates below its position need no check here.
+        If `followed`, the record's decisions were recomputed, so it needs no check here that its
+        position passes no update without a verdict.
         """
         for taken in resolved(record):
             life = _Life(taken.learner, taken.incarnation, record.fragment)
@@ -276,6 +292,11 @@ class Data:
         """Yields violations for the work that an ended run leaves open.
 
         Every update must be answered, and a learner present to the end must have sent all its work.
+
+        Args:
+            fragments: the number of fragments.
+            stop_seq: stream sequence of the stop.
+            seq: stream sequence of the end.
         """
         for update, waiting in self.in_flight():
             if not waiting.shut_out and waiting.stream_seq < seq:

@@ -9,7 +9,7 @@ class Violation(NamedTuple):
     Attributes:
         rule: the rule's short name; `RULES` has its sentence.
         seq: stream sequence of the message that breaks it.
-        about: fragment and version, or learner.
+        about: for people: "fragment 0 version 5", "learner a fragment 0", an update, or "run".
         field: the field of the message, as its class names it; may be empty.
         expected: the value that follows from the tape; `found` is the message's.
     """
@@ -23,12 +23,12 @@ class Violation(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The part of the run, and the message's sequence."""
+        """`about`, and the message's stream sequence."""
         return f"{self.about}, message {self.seq}"
 
     @property
     def what(self) -> str:
-        """The rule, the expected value, and the value found."""
+        """The rule's sentence, the expected value, and the value found."""
         of = f"{self.field}: " if self.field else ""
         return (
             f"{RULES[self.rule]}; {of}expected {_short(self.expected)}, found {_short(self.found)}"

@@ -14,9 +14,9 @@ from diloco.judge.oracle.life import Close, OwnerLife, RuleBreach, begin
 from diloco.judge.oracle.rounds import recorded, time_up_s
 from diloco.judge.oracle.watching import watch
 
-# The version of these rules, which an owner states as its life begins.
+# The number of these rules; a record states in `policy.rules` which its owner followed.
 RULES = 5.0
-# The number of observations after which a record is due.
+# After this many observations an owner must make a record.
 OBSERVATIONS = 1 << 13
 
 
@@ -25,19 +25,22 @@ class Chain:
 
     Args:
         layout: the run's layout.
-        created: settings of the specification; `settings` are those of later messages.
+        created: the specification's settings.
+        settings: by stream sequence, the settings of later messages; the caller adds to it.
         fragment: its index.
         epoch: epoch of the tape.
-        follow: recompute decisions; else a record is judged by the one before it and by the
+        follow: recompute decisions. Else a record is judged by the one before it and by the
             announcements, which takes a fraction of the time.
 
     Attributes:
-        late_s: the most seconds by which a timer may be late; None: no limit, since an owner that
+        late_s: the most seconds by which a timer may be late; None: no limit, since a process that
             is paused decides nothing, and no message tells for how long it was.
-        base: the newest record; `base_seq` is its sequence.
-        final_seqs: sequences of its records from its last version on.
-        followed: number of records whose decision was recomputed; `unknown`: the others, with the
-            reason.
+        base: the newest record; `base_seq` is its stream sequence. None if there is none, or if the
+            record after it is unreadable.
+        final_seqs: stream sequences of its records from its last version on.
+        followed: number of records whose decision was recomputed.
+        unknown: (stream sequence of the record before, reason) of each record whose decision could
+            not be recomputed.
     """
 
     def __init__(
@@ -71,19 +74,19 @@ class Chain:
         self._garbled: set[int] = set()
 
     def hear(self, entry: Entry) -> None:
-        """Takes the tape's next message."""
+        """Takes the tape's next message; ignores it if it does not concern the fragment."""
         self._stopped = self._stopped or isinstance(entry.body, wire.Stop)
         if concerns(entry, self.fragment):
             self._heard.append(entry)
 
     def pass_over(self, message: InvalidMessage) -> None:
-        """Notes a message of the tape that is not of the protocol."""
+        """Takes the tape's next message, which breaks the protocol."""
         self._garbled.add(message.seq)
         if concerns(message, self.fragment):
             self._heard.append(message)
 
     def missing_before(self, seq: int) -> None:
-        """Notes that the tape lacks messages before `seq`, if no record has been judged yet.
+        """Notes that the tape lacks messages before sequence `seq`, if it has no record there.
 
         Garbage collection takes a fragment's messages only from before its oldest record.
         """
@@ -91,11 +94,11 @@ class Chain:
             self._whole_from = seq
 
     def lose(self, seq: int) -> None:
-        """Notes a record that cannot be read: judging restarts with the next one."""
+        """Takes a record at `seq` that cannot be read: judging restarts with the next record."""
         self.base, self._life, self._whole_from = None, None, seq + 1
 
     def judge(self, record: wire.Record, seq: int) -> list[Violation]:
-        """Judges the fragment's next record."""
+        """Returns the violations of the fragment's next record, which has stream sequence `seq`."""
         breaches = list(self._judge(record, seq))
         about = f"fragment {self.fragment} version {record.version}"
         if breaches:
@@ -150,7 +153,10 @@ class Chain:
             self._whole_from = seq
 
     def _announced(self, seq: int) -> tuple[wire.Manifest, float] | None:
-        """Returns the manifest at `seq`, if the record before does not answer it, and its time."""
+        """Returns the manifest at `seq`, and when it was stored.
+
+        None: there is no manifest of the fragment at `seq`, or the record before answers it.
+        """
         at = self._index(seq)
         entry = self._heard[at] if at < len(self._heard) else None
         body = entry.body if isinstance(entry, Entry) and entry.seq == seq else None
@@ -182,7 +188,7 @@ class Chain:
         self.followed += 1
 
     def _follow(self, base: wire.Record, record: wire.Record) -> str:
-        """Advances the owner's life to this record; returns why that is impossible, or ""."""
+        """Advances the owner's state to this record; returns why that is impossible, or ""."""
         if record.policy.rules != RULES:
             return "another release decided it, by other rules"
         for count, seen in enumerate(record.observations, 1):
@@ -220,7 +226,7 @@ class Chain:
         return True
 
     def _begin(self, base: wire.Record, seen: wire.Observation) -> str:
-        """Begins a life from the record before; returns why that is impossible, or ""."""
+        """Begins an owner's life from the record before; returns why that is impossible, or ""."""
         settings = self._settings_at(base.policy.settings_seq)
         if base.position < self._whole_from or settings is None:
             return "the tape is trimmed before it"
@@ -229,7 +235,10 @@ class Chain:
         return ""
 
     def _go_on(self, base: wire.Record, seen: wire.Observation) -> str:
-        """Continues a life from a record at which no update waited; returns why not, or ""."""
+        """Continues an owner's life from the record before; returns why that is impossible, or "".
+
+        It is possible only if no update was waiting at that record.
+        """
         if base.position <= base.policy.seen_seq:
             return "updates were waiting when the record before was made"
         settings = self._settings_at(base.policy.settings_seq)
@@ -248,7 +257,7 @@ class Chain:
         return bisect_left(self._heard, seq, key=lambda entry: entry.seq)
 
     def _hear_until(self, life: OwnerLife, seq: int) -> None:
-        """Hears the tape up to `seq`, or until a record is due."""
+        """Applies the tape's messages up to `seq` to the owner, or until a record is due."""
         at = self._index(self._next_seq)
         while at < len(self._heard) and self._heard[at].seq <= seq and life.due is None:
             entry = self._heard[at]
@@ -267,10 +276,10 @@ class Chain:
             life.breach("overdue", seen.what, f"by {due_s}", seen.at_s)
 
     def _check_cut(self, life: OwnerLife, seen: wire.Observation) -> None:
-        """Checks that the leader's answer to "which is the last update?" is possible.
+        """Checks the stream sequence that the leader gave for the fragment's last update.
 
-        It must be an update, and not an older one than the newest that had been read when the
-        leader was asked. An update that was read since then may be newer.
+        It must be that of an update, and not an older one than the newest that had been read when
+        the leader was asked. An update that was read since then may be newer.
         """
         if seen.what != "cut" or seen.seq < self._whole_from:
             return

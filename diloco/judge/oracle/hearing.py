@@ -1,4 +1,4 @@
-"""Applies the tape's messages to an owner: joins, leaves, manifests, settings, quarantines."""
+"""Applies the tape's messages to an owner's state: joins, leaves, manifests and others."""
 
 from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import names, wire
@@ -14,7 +14,7 @@ from diloco.judge.oracle.shares import wrong_claim
 
 
 def concerns(item: Entry | InvalidMessage, fragment: int) -> bool:
-    """True if the owner of a fragment acts on a message."""
+    """True if the owner of `fragment` acts on the message."""
     if isinstance(item, InvalidMessage):
         parsed = names.parse_subject(item.subject)
         return parsed is not None and (parsed.kind, parsed.fragment) == ("update", fragment)
@@ -27,7 +27,13 @@ def concerns(item: Entry | InvalidMessage, fragment: int) -> bool:
 
 
 def hear(life: OwnerLife, created: RunSettings, entry: Entry | InvalidMessage) -> None:
-    """Has the owner read the next message of the tape that concerns it."""
+    """Applies the next message of the tape that concerns the owner to `life`.
+
+    Args:
+        life: the owner's state.
+        created: the specification's settings, which a message `Settings` changes.
+        entry: the message.
+    """
     if isinstance(entry, InvalidMessage):
         life.read_seq = max(life.read_seq, entry.seq)
         _pays(life, names.subject_learner(entry.subject) or "", entry)
@@ -116,7 +122,10 @@ def _announcement(life: OwnerLife, manifest: wire.Manifest, seq: int, stored_at_
 
 
 def _credit(life: OwnerLife, manifest: wire.Manifest, stored_at_s: float) -> OracleCredit:
-    """Returns an update's credit; notes its sender, unless an earlier life has done so."""
+    """Returns an update's credit, and updates its sender's member record.
+
+    An update that an earlier life of an owner has read keeps its credit, and changes no record.
+    """
     learner, member = manifest.learner, life.memory.members[manifest.learner]
     met = life.memory.credits.get(update_id(manifest))
     if met is not None:
@@ -133,7 +142,11 @@ def _credit(life: OwnerLife, manifest: wire.Manifest, stored_at_s: float) -> Ora
 
 
 def _is_dropped(life: OwnerLife, manifest: wire.Manifest) -> bool:
-    """True if a manifest gets no answer: of another tape, known already, or behind another."""
+    """True if the owner ignores a manifest, and no record answers it.
+
+    Its epoch is another one, the update is known already, or an earlier update of the same
+    learner's life has no verdict yet.
+    """
     update = update_id(manifest)
     if manifest.epoch != life.epoch or life.is_under_way(update) or life.memory.answered(update):
         return True
@@ -143,7 +156,7 @@ def _is_dropped(life: OwnerLife, manifest: wire.Manifest) -> bool:
 def _pays(life: OwnerLife, learner: str, message: Entry | InvalidMessage) -> bool:
     """Takes a message's price from its sender's allowance; returns False if it must be dropped.
 
-    Messages that an earlier life has read are paid from an allowance of their own.
+    Messages that an earlier life of an owner has read are paid from a separate allowance.
     """
     purse = life.again if message.seq <= life.known_seq else life.memory.allowances
     left, at_s = purse.get(learner, (float("inf"), message.time_s))
@@ -154,7 +167,7 @@ def _pays(life: OwnerLife, learner: str, message: Entry | InvalidMessage) -> boo
 
 
 def _reason(life: OwnerLife, manifest: wire.Manifest, seq: int) -> str | None:
-    """Returns the reason to reject a manifest as it is read, or None."""
+    """Returns the reason to reject a manifest without reading its objects, or None."""
     member = life.memory.members.get(manifest.learner)
     if member is None or manifest.incarnation > member.incarnation:
         return Reason.UNKNOWN_INCARNATION

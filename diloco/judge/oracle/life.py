@@ -1,7 +1,7 @@
 """One life of a fragment's owner, as the tape shows it: its state between two records.
 
-A life begins from a record (`resumed`) and hears the tape from that record's position on. All other
-events are recorded as observations in the records that it makes.
+A life begins from a record (observation `resumed`) and reads the tape from that record's position
+on. All other events are recorded as observations in the records that it makes.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,13 @@ from diloco.judge.oracle.memory import OracleCredit, PolicyMemory, UpdateId
 
 @dataclass
 class WaitingUpdate:
-    """An announced update that no round has merged; `passed` if rounds do not wait for it."""
+    """An announced update that is neither in the round's sum nor rejected.
+
+    Attributes:
+        announced_at_s: when the owner read the announcement, in seconds since the epoch.
+        passed: True if rounds do not wait for it any longer.
+        broke: how often adding it to the sum has failed.
+    """
 
     manifest: wire.Manifest
     stream_seq: int
@@ -28,7 +34,7 @@ class WaitingUpdate:
 
 
 class MergedUpdate(NamedTuple):
-    """An update in the round's sum, with the credit and factors that the rules give it."""
+    """An update in the round's sum, its observed norm, and the factors that the rules give it."""
 
     manifest: wire.Manifest
     stream_seq: int
@@ -54,7 +60,13 @@ class DueRejection(NamedTuple):
 
 
 class Close(NamedTuple):
-    """The record that the rules ask for now."""
+    """The record that the rules demand now.
+
+    Attributes:
+        reason: why it is made now, such as "complete" or "deadline".
+        final: whether the fragment's last version is made then.
+        at_s: when the round closes, in seconds since the epoch.
+    """
 
     what: Literal["version", "verdict"]
     reason: str
@@ -63,7 +75,7 @@ class Close(NamedTuple):
 
 
 class RuleBreach(NamedTuple):
-    """A breach of a rule within a record, before its message is known."""
+    """A field of a record that breaks a rule; `Violation` adds the record's stream sequence."""
 
     rule: str
     field: str
@@ -78,17 +90,27 @@ Phase = Literal["idle", "open", "grace", "cut"]
 class OwnerLife:
     """The state of an aggregator that owns a fragment, as the oracle recomputes it.
 
+    Times are seconds since the epoch by the owner's clock.
+
     Attributes:
         settings: the settings in force.
-        memory: what it knows of learners and averages.
-        known_seq: the last message that an earlier owner counted in averages and allowances.
-        again: for each learner, the allowance while this owner reads those messages again.
+        memory: its learners and its moving averages.
+        clock: the global step of the newest version.
+        final: True once the fragment's last version is made.
+        read_seq: the last stream sequence that the owner has read.
+        known_seq: the last one that an earlier owner counted in averages and allowances.
+        again: by learner, the allowance while this owner reads messages up to `known_seq` again.
         now_s: the time of the last event.
         storing: the kind of the record that is being stored; "" if none is.
-        cut: reason and finality of a round that is being cut: the owner asks the stream's leader
-            for the fragment's last update when it has read the tape up to `asked_seq`, and waits
-            for updates up to the answer, `cut_seq`.
+        cut: reason and finality of a round that is being cut; None if none is. The owner asks the
+            stream's leader for the fragment's last update when it has read the tape up to
+            `asked_seq`; it waits for updates up to the answer, `cut_seq`, which came at `cut_at_s`
+            (0: not yet).
+        waiting: announced updates without a verdict.
+        merged: updates in the round's sum.
+        refused: updates that the next record rejects.
         due: the record that must be made now.
+        breaches: rules that observations broke since the last record.
     """
 
     layout: Layout
@@ -125,20 +147,20 @@ class OwnerLife:
         return self.layout.fragments[self.fragment].averaged
 
     def breach(self, rule: str, name: str, expected: object, found: object) -> None:
-        """Notes that the record's value `found` breaks a rule, which demands `expected`."""
+        """Notes that a value `found` in the record breaks a rule, which demands `expected`."""
         self.breaches.append(RuleBreach(rule, name, expected, found))
 
     # Questions
 
     def unread(self) -> list[WaitingUpdate]:
-        """Returns the updates that the round waits for; of a cut round, those before the cut."""
+        """Returns the updates that the round waits for; of a cut round, those up to the cut."""
         rest = [one for one in self.waiting.values() if not one.passed]
         if self.cut is None or not self.cut_at_s:
             return rest
         return [one for one in rest if one.stream_seq <= self.cut_seq]
 
     def merged_learners(self) -> set[str]:
-        """Returns the learners whose work is in the sum."""
+        """Returns the learners that have an update in the round's sum."""
         return {one.manifest.learner for one in self.merged}
 
     def is_under_way(self, update: UpdateId) -> bool:
@@ -146,7 +168,7 @@ class OwnerLife:
         return update in self.waiting or any(update == found for found, *_ in self.resolved())
 
     def has_unresolved(self, learner: str, incarnation: int) -> bool:
-        """True if an update of a life waits, or the next record answers one."""
+        """True if an update of a learner's life waits, or the next record answers one."""
         under_way = (*self.waiting, *(found for found, *_ in self.resolved()))
         return any(found[:2] == (learner, incarnation) for found in under_way)
 
@@ -155,7 +177,10 @@ class OwnerLife:
         return self.merged_learners() | {one.manifest.learner for one in self.unread()}
 
     def answered(self) -> set[str]:
-        """Returns the learners that send no more updates before the record."""
+        """Returns the learners that announce nothing more before the next record.
+
+        They have an update in the round's sum, or one of their newest life that is rejected.
+        """
         members = self.memory.members
         return self.merged_learners() | {
             one.manifest.learner
@@ -165,16 +190,22 @@ class OwnerLife:
         }
 
     def norms(self) -> dict[str, float]:
-        """Returns present learners' norms per credited step, in this round or their last merge."""
+        """Returns, by live learner without quarantine, its norm per credited step.
+
+        It is that of its update in this round, else of its last merged update; 0 if there is none.
+        """
         found = {name: member.norm for name, member in self.memory.waited_for().items()}
         return found | {n: norm for n, norm in self.round_norms().items() if n in found}
 
     def round_norms(self) -> dict[str, float]:
-        """Returns the round's norms per credited step, by learner."""
+        """Returns, by learner, the clipped norm per credited step of its merged update."""
         return {one.manifest.learner: one.clip * one.norm / one.credit.steps for one in self.merged}
 
     def credits(self, *, without_sum: bool) -> dict[UpdateId, OracleCredit]:
-        """Returns the credits of all updates that the next record leaves unresolved."""
+        """Returns the credits of all updates that the next record does not answer.
+
+        `without_sum`: the next record has verdicts alone, so it does not answer the merged updates.
+        """
         found = dict(self.memory.credits) if self.read_seq < self.known_seq else {}
         found |= {update: one.credit for update, one in self.waiting.items()}
         if without_sum:
@@ -182,39 +213,50 @@ class OwnerLife:
         return found
 
     def next_clock(self) -> int:
-        """Returns the run's clock at the next version, ignoring the run's end."""
+        """Returns the global step of the next version, ignoring the run's end."""
         return numbers.clock_after(self.settings, self.fragment, self.clock)
 
     def may_follow(self) -> bool:
-        """True if the run has another round."""
+        """True if the fragment has another round."""
         if self.final:
             return False
         return bool(self.memory.stopping_at_s) or self.next_clock() <= self.settings.run.steps
 
     def share(self) -> float:
-        """Returns the share of the live fleet's weight that is in the round."""
+        """Returns the round's share of the fleet's weight, above 0 and at most 1.
+
+        The fleet's weight is that of the round's updates, and that of the awaited learners without
+        one.
+        """
         held = sum(one.weight for one in self.merged)
         there = self.merged_learners()
         away = sum(m.weight for name, m in self.memory.awaited().items() if name not in there)
         return held / (held + away) if held else 1.0
 
     def step_share(self) -> float:
-        """Returns the outer step's factor: `share` for one learner or `participation`, else 1.
+        """Returns the factor of the outer learning rate.
 
-        With centered clipping the factor grows from six learners on, up to eight.
+        It is `share` if one learner is merged, or for `outer.participation`; else 1. With centered
+        clipping it grows from six learners on, up to eight.
         """
         there = len(self.merged_learners())
         part = self.share() if there == 1 or self.settings.outer.participation else 1.0
         return part * numbers.growth(there) if self.settings.robust and not self.averaged else part
 
     def position(self, *, without_sum: bool) -> int:
-        """Returns the lowest sequence that the next record leaves unresolved."""
+        """Returns the lowest stream sequence that the next record does not answer.
+
+        `without_sum`: the next record has verdicts alone, so it does not answer the merged updates.
+        """
         open_seqs = [one.stream_seq for one in self.waiting.values()]
         open_seqs += [one.stream_seq for one in self.merged] if without_sum else []
         return min(open_seqs, default=self.read_seq + 1)
 
     def resolved(self) -> Iterator[tuple[UpdateId, int, str | None]]:
-        """Yields each update that the record of a version answers; a merged one has no reason."""
+        """Yields (update, stream sequence, reason) of each update that a version's record answers.
+
+        The reason is None for a merged update.
+        """
         for one in self.merged:
             yield update_id(one.manifest), one.stream_seq, None
         for other in self.refused:
@@ -223,7 +265,7 @@ class OwnerLife:
     # Changes
 
     def discard_sum(self) -> None:
-        """Lets the merged updates wait again, as if unread."""
+        """Moves the merged updates back to those that wait."""
         for one in self.merged:
             self.waiting[update_id(one.manifest)] = WaitingUpdate(
                 one.manifest, one.stream_seq, one.announced_at_s, one.credit

@@ -9,7 +9,7 @@ from diloco.common.protocol.reasons import is_offence
 from diloco.judge.oracle import numbers
 from diloco.judge.oracle.numbers import near
 
-# The newest lives of a learner whose answers are remembered.
+# The number of a learner's newest lives whose marks are kept.
 LIVES = 4
 
 
@@ -30,7 +30,7 @@ class OracleCredit(NamedTuple):
 
 
 class MemberRecord(NamedTuple):
-    """A learner's state, as a record has it."""
+    """The state of a learner; the fields are those of `wire.MemberState`."""
 
     incarnation: int
     live: bool = True
@@ -50,7 +50,14 @@ class MemberRecord(NamedTuple):
 
 @dataclass
 class PolicyMemory:
-    """The contents of a `wire.PolicyState`, by name instead of in lists."""
+    """The contents of a `wire.PolicyState`, as dictionaries instead of lists.
+
+    Attributes:
+        members: by learner.
+        marks: (learner, incarnation) -> (number of the newest answered update, its stream
+            sequence).
+        allowances: by learner: the number of updates it may announce, and the time this holds for.
+    """
 
     members: dict[str, MemberRecord]
     marks: dict[tuple[str, int], tuple[int, int]]
@@ -67,7 +74,7 @@ class PolicyMemory:
 
     @classmethod
     def of(cls, policy: wire.PolicyState) -> "PolicyMemory":
-        """Returns the memory that a record carries."""
+        """Returns the memory that a record's `policy` has."""
         return cls(
             members={
                 m.learner: MemberRecord(
@@ -105,7 +112,7 @@ class PolicyMemory:
         )
 
     def waited_for(self) -> dict[str, MemberRecord]:
-        """Returns live learners without quarantine: the run's end and lockstep wait for these."""
+        """Returns live learners without quarantine; a run's end and lockstep wait for these."""
         return {
             name: member
             for name, member in self.members.items()
@@ -113,7 +120,7 @@ class PolicyMemory:
         }
 
     def awaited(self) -> dict[str, MemberRecord]:
-        """Returns the members that rounds wait for, with work in one of the last three rounds."""
+        """Returns the learners that rounds wait for, with work in one of the last three rounds."""
         return {
             name: member
             for name, member in self.waited_for().items()
@@ -121,7 +128,11 @@ class PolicyMemory:
         }
 
     def took_part(self, norms: Mapping[str, float]) -> None:
-        """Notes the end of a round: its learners, with their norms per credited step."""
+        """Notes that a round has made a version.
+
+        Args:
+            norms: by learner in the round, its norm per credited step.
+        """
         here = self.waited_for()
         for name, member in self.members.items():
             if name in norms:
@@ -130,7 +141,7 @@ class PolicyMemory:
                 self.change(name, missed=min(numbers.MISSES, member.missed + 1))
 
     def step_times(self) -> list[float]:
-        """Returns the step times of the live learners; 0 if unknown."""
+        """Returns the step times of `waited_for()`, in seconds; 0 for a learner without one."""
         return [member.step_time_s for member in self.waited_for().values()]
 
     def change(self, learner: str, **fields: Any) -> None:
@@ -138,7 +149,7 @@ class PolicyMemory:
         self.members[learner] = self.members[learner]._replace(**fields)
 
     def answered(self, update: UpdateId) -> bool:
-        """True if a record has resolved an update, or its life is too old to be remembered."""
+        """True if a record has answered an update, or its life is older than those with a mark."""
         if update[:2] in self.marks:
             return self.resolved(update)
         if update in self.credits:
@@ -153,7 +164,7 @@ class PolicyMemory:
         return len(lives) >= LIVES and update.incarnation < min(lives)
 
     def resolved(self, update: UpdateId) -> bool:
-        """True if a record has resolved an update."""
+        """True if the mark of an update's life covers the update."""
         mark = self.marks.get(update[:2])
         return mark is not None and update.seq <= mark[0]
 
@@ -162,7 +173,7 @@ class PolicyMemory:
         return member.incarnation if member else 0
 
     def resolve(self, update: UpdateId, stream_seq: int, reason: str | None) -> None:
-        """Notes that a record answers an update: merged (no reason), or rejected."""
+        """Notes that a record answers an update: merged (`reason` is None), or rejected."""
         self.marks[update[:2]] = (update.seq, stream_seq)
         # All earlier updates of that life are resolved too, even if the life is soon forgotten.
         for owed in [one for one in self.credits if one[:2] == update[:2]]:
@@ -175,7 +186,10 @@ class PolicyMemory:
         self.members[update.learner] = member._replace(offences=max(0, offences))
 
     def forget_old_lives(self) -> None:
-        """Keeps the marks of each learner's newest lives, counting those not joined separately."""
+        """Keeps the marks of each learner's `LIVES` newest lives.
+
+        Lives newer than its newest known join are counted separately.
+        """
         kept: dict[tuple[str, bool], list[int]] = {}
         for learner, life in self.marks:
             kept.setdefault((learner, life > self._joined(learner)), []).append(life)
@@ -184,7 +198,7 @@ class PolicyMemory:
                 del self.marks[learner, life]
 
     def differences(self, found: "PolicyMemory") -> Iterator[tuple[str, Any, Any]]:
-        """Yields (field, expected, found) for each field that a record remembers differently."""
+        """Yields (field, expected, found) where `found`, a record's memory, differs from this."""
         for name in ("seen_seq", "floor", "settings_seq", "quarantined", "marks"):
             expected, said = getattr(self, name), getattr(found, name)
             if expected != said:

@@ -16,16 +16,17 @@ MOVE = 0.5
 TWICE = 2.0
 BELIEVED = 10.0
 REMEMBERED = 0.75
-# A learner's weight a second, as a multiple of the others' median; the second if learners may lie.
+# The greatest weight per second of a learner, as a multiple of the median of the others; the second
+# if learners may lie.
 GREATEST_SHARE = 2.2
 GREATEST_SHARE_OF_OTHERS = 1.1
-# Rounds of others without its work after which a learner is no longer awaited.
+# After this many rounds in a row without its work a learner is no longer awaited.
 MISSES = 3
-# Tolerance for rounding; and the bound of numbers that stay finite when multiplied.
+# A relative tolerance for rounding; and a bound: products of two numbers up to it are finite.
 SAME = 1e-9
 FINITE = 1e150
-# Seconds of an allowance; a rejection costs ten announcements, and a long message one for each
-# 4 KiB.
+# An allowance grows for at most this many seconds. Prices are in announcements: a rejection costs
+# ten, and a long message one for each 4 KiB.
 ALLOWANCE_S = 10.0
 SHORT_BYTES = 4 << 10
 REJECTION = 10.0
@@ -34,12 +35,12 @@ LONGEST_S = 1e12
 
 
 def weight(tokens: int, steps: int, *, averaged: bool = False) -> float:
-    """Returns an update's weight: tokens squared by steps; of averaged state, tokens."""
+    """Returns an update's weight: tokens squared over steps; of averaged state, its tokens."""
     return tokens * tokens / (tokens if averaged else steps)
 
 
 def discount(rule: StalenessSection, staleness: int) -> float:
-    """Returns S(s), the discount for staleness s, by the rule in force."""
+    """Returns the discount of an update that is `staleness` versions old, by the rule in force."""
     if rule.rule == "polynomial":
         return math.pow(1 + staleness, -rule.power)
     if rule.rule == "exponential":
@@ -52,12 +53,12 @@ def discount(rule: StalenessSection, staleness: int) -> float:
 
 
 def moved(average: float, value: float) -> float:
-    """Returns a moving average after one more value; an average of 0 has no values yet."""
+    """Returns a moving average after one more value; an average of 0 is replaced by the value."""
     return average * (1 - MOVE) + value * MOVE if average else value
 
 
 def commit_s(average_s: float, took_s: float) -> float:
-    """Returns the moving average of commit times; an outlier counts as twice the average."""
+    """Returns the moving average of commit times; a time counts at most twice the average."""
     return moved(average_s, min(took_s, 2 * average_s) if average_s else took_s)
 
 
@@ -67,13 +68,13 @@ def between_s(earlier_s: float, later_s: float) -> float:
 
 
 def offset(fragment: int, fragments: int, interval: int) -> int:
-    """Returns the step at which a fragment is first due: P fragments share H steps evenly."""
+    """Returns the step at which a fragment is first due: P fragments divide H steps evenly."""
     share = Fraction((fragment + 1) * interval, fragments)
     return math.floor(share) if fragments <= interval else math.ceil(share)
 
 
 def clock_after(settings: RunSettings, fragment: int, step: int) -> int:
-    """Returns the run's clock at a fragment's next version, ignoring the run's end."""
+    """Returns the global step of the version after the one at `step`, ignoring the run's end."""
     sync = settings.sync
     if step >= sync.warmup_steps:
         interval = sync.interval_steps
@@ -114,7 +115,11 @@ def upper_median(values: Sequence[float]) -> float | None:
 def grace_s(
     settings: RunSettings, step_times_s: Sequence[float], quorum_s: float, sync_s: float
 ) -> float:
-    """Returns the grace: gamma (tau x step time - time to quorum - sync time) within [0, cap]."""
+    """Returns the grace window: gamma (tau x step time - quorum_s - sync_s) within [0, cap].
+
+    gamma is `quorum.grace_fraction`, tau `sync.overlap_steps`, cap `quorum.grace_cap_s`. The step
+    time is the lower median; `quorum_s` and `sync_s` are the moving averages of `wire.PolicyState`.
+    """
     step_s = lower_median(step_times_s)
     if not step_s:
         return 0.0
@@ -124,7 +129,7 @@ def grace_s(
 
 
 def refilled(bounds: BoundsSection, left: float, since_s: float) -> float:
-    """Returns an allowance after `since_s` seconds."""
+    """Returns an allowance of `left` announcements after `since_s` more seconds."""
     most = max(1.0, ALLOWANCE_S * bounds.max_updates_per_s)
     return min(most, left + max(0.0, since_s) * bounds.max_updates_per_s)
 

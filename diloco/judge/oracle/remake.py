@@ -1,18 +1,19 @@
 """Recomputes the arrays of a version from objects, in plain NumPy.
 
-Shapes: N elements of a fragment's vector, B blocks, S segments.
+Shapes, as suffixes of names: N elements of a fragment's vector, B blocks, S segments.
 
-The recorded inputs, coefficients, factors and step sizes must give both digests, bit for bit, and
-each recorded number must be what the rules give, as far as its own rounding allows:
+The recorded inputs, coefficients, factors and step sizes must give both digests, bit for bit. Each
+recorded number must be what the rules give, as far as its own rounding allows. In a segment, w is
+an input's weight, d its staleness discount, c its clip factor and |v| the norm of its values:
 
 - unit: 2^k, the first weight's power of two; a weight of 2^32 units or more begins a new unit;
-- coefficient: u S c for an average, u S / |v| for RDA, with u = w / 2^k, rounded to bfloat16;
-- factor: 2^k / sum w for an average; (sum w S c |v| / sum w) / |sum| for RDA; k is the last;
-- centered clipping: c of `centering.py` times an average's coefficient, and a share of the
-  previous merge is added;
+- coefficient: u d c for an average, u d / |v| for RDA, with u = w / 2^k, rounded to bfloat16;
+- factor: 2^k / sum w for an average; (sum w d c |v| / sum w) / |sum| for RDA; k is the last unit's;
+- centered clipping: an average's coefficient is multiplied by the factor of `centering.py`, and a
+  share of the previous merge is added;
 - the sum: code x (scale x coefficient), exact in float32, added in the order of the record; values
   below 2^-100 count as 0, and the sum so far is divided where the unit rises;
-- the outer step in float32, one rounding an operation;
+- the outer step in float32, each operation rounded once;
 - the delta: master parameters less the old view, quantized; the error stays in the master.
 """
 
@@ -54,7 +55,15 @@ NORM_ERROR = 1e-4
 
 
 class BlockGrid(NamedTuple):
-    """The division of a vector: the blocks of each segment, and the segments merged by RDA."""
+    """The division of a fragment's vector into blocks and segments.
+
+    Attributes:
+        size: number of elements.
+        block: elements of a block.
+        segment_B: int64 [B], the segment of each block.
+        radial_S: bool [S], True for a segment that is merged by RDA.
+        centered: True if the fragment is merged by centered clipping.
+    """
 
     size: int
     block: int
@@ -63,34 +72,35 @@ class BlockGrid(NamedTuple):
     centered: bool = False
 
     def blocks(self, values_S: npt.NDArray[Any]) -> Vector:
-        """Returns the segments' values, one for each block."""
+        """Returns, float32 [B], for each block its segment's value."""
         return values_S.astype(np.float32)[self.segment_B]
 
 
 @dataclass
 class Arrays:
-    """A fragment's view, master parameters and outer-optimizer state."""
+    """A fragment's view, its master parameters `theta`, and its outer optimizer's state by name."""
 
     view: Vector
     theta: Vector
     state: dict[str, npt.NDArray[Any]]
 
     def digests(self) -> tuple[str, str]:
-        """Returns a record's digests: the view's, and that of parameters and outer state."""
+        """Returns a record's digests: of the view, and of parameters and optimizer state."""
         each = [shards.digest(array) for array in (self.theta, *self.state.values())]
         return shards.digest(self.view), shards.digest("".join(each).encode())
 
 
 class Numbers(NamedTuple):
-    """The arithmetic on elements, which a simulation may replace.
+    """The arithmetic on elements, as functions that a simulation may replace.
 
     Attributes:
-        norms: returns the norm of each segment of an update, float64 [S].
-        add: adds an update to a sum (None: an empty one), with a coefficient for each segment. The
-            unit of weight may be larger than for the update before.
-        lengths: returns the length of each segment of a sum, float64 [S]; None if it has none.
-        step: takes the outer step: changes parameters and state, in place, by a sum.
-        counted: returns a weight as the denominator of the average has it, rounded to its unit.
+        norms: (grid, codec, update) -> the norm of each segment of the update, float64 [S].
+        add: (grid, codec, sum, update, coefficients, k, rise) -> the sum with the update added. The
+            sum is None for the first; k is the update's unit, `rise` k less that of the one before.
+        lengths: (grid, sum) -> the norm of each segment, float64 [S]; None if none is needed.
+        step: (grid, settings, arrays, sum, factors, record): takes the outer step, which changes
+            `arrays` in place.
+        counted: weight in units -> the value that the average's denominator adds for it.
     """
 
     norms: Callable[[BlockGrid, Codec, Encoded], Doubles]
@@ -101,15 +111,16 @@ class Numbers(NamedTuple):
 
 
 class Remaker:
-    """Recomputes every version of a run.
+    """Recomputes the versions of a run, one after the other.
 
     Args:
         layout: the run's layout.
         get: returns the bytes of an object.
-        numbers: the arithmetic.
+        numbers: the arithmetic; None: on real tensors.
 
     Attributes:
-        remade: number of recomputed versions; `skipped`: those with missing objects.
+        remade: number of recomputed versions.
+        skipped: number of versions that could not be recomputed, as objects are missing.
     """
 
     def __init__(
@@ -126,7 +137,14 @@ class Remaker:
     def judge(
         self, settings: RunSettings, base: wire.Record | None, record: wire.Record, seq: int
     ) -> list[Violation]:
-        """Recomputes the arrays that a fragment's next record names; returns the violations."""
+        """Recomputes a fragment's next version; returns the violations.
+
+        Args:
+            settings: the run's settings in force.
+            base: the record before; None for the first.
+            record: the record to judge; one of verdicts alone needs nothing.
+            seq: its stream sequence.
+        """
         if record.what == "verdict":
             return []
         about = f"fragment {record.fragment} version {record.version}"
@@ -172,7 +190,7 @@ class Remaker:
         return self._grids[key]
 
     def _load(self, record: wire.Record) -> Arrays:
-        """Returns view and outer state from a record's own objects."""
+        """Returns view and outer state from the objects that a record names."""
         view = np.frombuffer(self._get(record.snapshot.name), np.float32).copy()
         stored = msgpack.unpackb(self._get(record.outer.name), max_bin_len=1 << 62)
         theta = np.frombuffer(stored.pop("theta"), np.float32).copy()
@@ -217,7 +235,7 @@ class Remaker:
     def _move_view(
         self, settings: RunSettings, arrays: Arrays, record: wire.Record
     ) -> Iterator[tuple[str, str, Any, Any]]:
-        """Moves the view by the stored delta, and checks that this is theta - view, quantized."""
+        """Adds the stored delta to the view, after a check that it is theta - view, quantized."""
         assert record.delta is not None
         codec: Codec = settings.sync.delta_codec
         block, size = settings.sync.block, arrays.view.size
@@ -245,7 +263,7 @@ def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> BlockGrid
 def read_update(
     get: Callable[[str], bytes], grid: BlockGrid, codec: Codec, entries: Sequence[wire.Shard]
 ) -> Encoded:
-    """Reads an update's blocks into their places, comparing each object with its manifest.
+    """Reads an update's blocks, in the fragment's order, and compares objects with their manifest.
 
     Raises:
         ObjectMissingError, IntegrityError, WireError: an object is missing, or not the manifest's.
@@ -279,7 +297,7 @@ def _norm(taken: wire.Input, norms_S: Doubles) -> Iterator[tuple[str, str, Any, 
 
 
 def _units(record: wire.Record) -> Iterator[tuple[str, str, Any, Any]]:
-    """Checks that each input's unit follows from the weights up to it."""
+    """Checks the units of weight, each of which follows from the weights up to it."""
     found = [taken.weight_unit for taken in record.inputs]
     wanted: list[int] = []
     for taken in record.inputs:
@@ -346,7 +364,7 @@ def _factors(
 
 
 def _error(codec: Codec, values: Vector, block: int) -> Vector:
-    """Returns the largest error of each quantized value."""
+    """Returns, for each value, the greatest error that quantization with `codec` may give it."""
     magnitudes = np.abs(values)
     if codec in GREATEST_CODE:
         greatest_B = magnitudes.reshape(-1, block).max(axis=1)
@@ -412,7 +430,7 @@ def _step(
     factors_S: Vector,
     record: wire.Record,
 ) -> None:
-    """Takes the outer step: descent along the merged outer gradient, by the outer optimizer."""
+    """Takes the outer step: the outer optimizer's step against the merged outer gradient."""
     g = (total.reshape(-1, grid.block) * grid.blocks(factors_S)[:, None]).reshape(-1)
     if grid.centered:
         g = _about_the_center(grid, arrays, g, record)
@@ -428,7 +446,7 @@ def _step(
 
 
 def _about_the_center(grid: BlockGrid, arrays: Arrays, g: Vector, record: wire.Record) -> Vector:
-    """Adds the kept share of the center to the merge, which becomes the next round's center."""
+    """Adds `kept` of the center to the merge and returns it; it becomes the next round's center."""
     kept_S = np.frombuffer(record.kept, np.float32)
     center = arrays.state["center"].reshape(-1, grid.block)
     g = g + (center * grid.blocks(kept_S)[:, None]).reshape(-1)
@@ -440,7 +458,7 @@ def _about_the_center(grid: BlockGrid, arrays: Arrays, g: Vector, record: wire.R
 def _delayed(
     settings: RunSettings, state: dict[str, npt.NDArray[Any]], g: Vector, momentum: float
 ) -> Vector:
-    """Returns the step of delayed Nesterov, whose momentum is refreshed every N-th time."""
+    """Returns the step of delayed Nesterov: momentum changes each `outer.delay_rounds` rounds."""
     delay, fraction = settings.outer.delay_rounds, settings.outer.delay_fraction
     inverse = np.float32(1 / delay)
     state["arrivals"] = state["arrivals"] + 1
@@ -455,7 +473,7 @@ def _delayed(
 
 
 def _rounded(weight: float) -> float:
-    """Returns the weight rounded to bfloat16, as in its coefficient, so that shares sum to one."""
+    """Returns a weight as its coefficient has it, in bfloat16, so that the shares sum to one."""
     return float(ml_dtypes.bfloat16(weight))
 
 

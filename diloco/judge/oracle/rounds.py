@@ -6,7 +6,10 @@ from diloco.judge.oracle.life import Close, OwnerLife
 
 
 def time_up_s(life: OwnerLife) -> float | None:
-    """Returns when the round's next timer ends; None if it waits for none."""
+    """Returns when the round stops waiting, in seconds since the epoch; None if no timer runs.
+
+    The timer is that of the read, of the deadline, of the grace window, or of the pace.
+    """
     if life.final:
         return None
     quorum = life.settings.quorum
@@ -26,7 +29,10 @@ def time_up_s(life: OwnerLife) -> float | None:
 
 
 def opens_at_s(life: OwnerLife) -> float | None:
-    """Returns when the round opens: at the first announcement, or at the pace time if later."""
+    """Returns when the round opens: at the first announcement, or at the pace time if later.
+
+    None: nothing is announced, or the fragment has no further round.
+    """
     told = [one.announced_at_s for one in life.unread()]
     told += [one.announced_at_s for one in life.merged]
     if not told or not life.may_follow():
@@ -39,7 +45,7 @@ def opens_at_s(life: OwnerLife) -> float | None:
 
 
 def settle(life: OwnerLife) -> None:
-    """Advances the round: it opens, reaches its quorum, is complete, or closes."""
+    """Advances the round after an event: it opens, reaches its quorum, or makes a record due."""
     if life.due is not None:
         return
     _empty(life)
@@ -56,7 +62,7 @@ def settle(life: OwnerLife) -> None:
 
 
 def _empty(life: OwnerLife) -> None:
-    """Returns to idle if all announcements of the round failed: then it has not opened."""
+    """Returns the round to idle if all its announcements failed, as if it had not opened."""
     asking = life.cut is not None and (life.cut[1] or not life.cut_at_s)
     waits = any(not one.passed for one in life.waiting.values())
     if not (asking or life.merged or waits):
@@ -92,12 +98,15 @@ def _go_on(life: OwnerLife) -> None:
 
 
 def _all_announced(life: OwnerLife) -> bool:
-    """True if all present learners have announced: then pace need not hold the round back."""
+    """True if all live learners have announced: then the round opens before the pace time."""
     return life.memory.waited_for().keys() <= life.announcers()
 
 
 def _end_run(life: OwnerLife) -> None:
-    """Ends the run after the stop, once no update waits and the earlier lives' tape is reread."""
+    """Closes the last rounds after the stop.
+
+    It waits until no update waits, and the owner has reread what earlier owners had read.
+    """
     if life.waiting or life.storing or life.read_seq < life.known_seq:
         return
     awaited = {name for name, member in life.memory.waited_for().items() if not member.final}
@@ -108,7 +117,7 @@ def _end_run(life: OwnerLife) -> None:
 
 
 def _count(life: OwnerLife) -> None:
-    """Counts announcements towards the quorum, which is lost again if they fall away."""
+    """Counts announcers towards the quorum; it is lost again if too many of their updates fail."""
     quorum, there = life.settings.quorum, len(life.memory.awaited())
     lockstep = life.settings.sync.mode == "lockstep"
     needed = quorum.min_learners if lockstep else max(1, min(quorum.min_learners, there))
@@ -125,7 +134,7 @@ def _count(life: OwnerLife) -> None:
 
 
 def _complete(life: OwnerLife) -> bool:
-    """True if every awaited learner has an update in the sum, or rejected by this round."""
+    """True if the round answers an update of every awaited learner, and no update waits."""
     answered = life.answered()
     lockstep = life.settings.sync.mode == "lockstep"
     if lockstep and len(answered) < life.settings.quorum.min_learners:
@@ -139,7 +148,7 @@ def _close(life: OwnerLife, reason: str, *, final: bool = False) -> None:
 
 
 def time_is_up(life: OwnerLife) -> None:
-    """Handles a timer: stops waiting for missing updates, or asks the stream's leader."""
+    """Handles the end of a timer: opens or cuts the round, or passes over updates up to the cut."""
     if life.cut is not None:
         for one in life.unread():
             one.passed = True
@@ -158,7 +167,7 @@ def _cut(life: OwnerLife, reason: str, *, final: bool = False) -> None:
 
 
 def recorded(life: OwnerLife, close: Close) -> None:
-    """Updates the life after it has decided a record: the next round begins while it is stored."""
+    """Updates the owner's state once a record is decided, so that the next round can begin."""
     memory = life.memory
     if close.what == "version":
         answers = list(life.resolved())

@@ -29,13 +29,14 @@ class Oracle:
         specification: the tape's first message.
         layout: the run's layout.
         remaker: recomputes versions from their objects; None: only records are judged.
-        positions: data positions of learners in earlier epochs; None: the specification's.
-        follow: recompute every decision; as `Chain`.
+        positions: by learner, its data position at the tape's beginning; None: the specification's.
+        follow: recompute every decision, as in `Chain`.
 
     Attributes:
         findings: all violations so far.
         chains: one for each fragment.
-        data: data positions and answers of all learners; `shares` are the shares of the data.
+        data: data positions and verdicts of all learners' updates.
+        shares: claimed and merged shares of the data.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Oracle:
         return found
 
     def close(self) -> None:
-        """Judges the work that an ended run leaves open; call it at the end of the tape."""
+        """Adds violations for the work that an ended run leaves open; call it at the tape's end."""
         for chain in self.chains:
             if chain.base is None:
                 about = f"fragment {chain.fragment}"
@@ -140,7 +141,7 @@ class Oracle:
             yield from self._remaker.judge(settings, base, record, seq)
 
     def _quarantine(self, word: wire.Quarantine, seq: int) -> Iterator[Violation]:
-        """Checks that an aggregator quarantines a learner only for enough recorded offences."""
+        """Checks that an aggregator quarantines a learner only after enough recorded offences."""
         limit = self._created.bounds.quarantine_offences
         if (
             not word.active

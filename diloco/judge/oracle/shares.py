@@ -1,8 +1,8 @@
-"""Shares of the data: the owner of each, and that no batch is merged twice.
+"""Shares of the data: which learner has each, and that no batch is merged twice into a fragment.
 
-A claim counts if, at its place on the tape, its life has begun and not ended, the share is free,
-and all shares of earlier epochs are claimed. The end of a life frees the batches that it has not
-reached.
+A claim counts if, when the tape stored it, its life had begun and not ended, the share was free,
+and all shares of earlier epochs of the data were claimed. When a life ends, the batches of its
+shares that it has not reached become free.
 """
 
 from collections import defaultdict
@@ -20,7 +20,10 @@ from diloco.judge.oracle.finding import Violation
 
 
 class _ReadShare(NamedTuple):
-    """A learner's share of the data, from batch `first` at position `start` to position `stop`."""
+    """A share that a learner has claimed.
+
+    The share's batches from `first` on are the learner's data from position `start` to `stop`.
+    """
 
     share: int
     first: int
@@ -29,7 +32,7 @@ class _ReadShare(NamedTuple):
 
 
 class BatchRange(NamedTuple):
-    """Batches [first, stop) of a share, as a claim states them, unchecked."""
+    """The batches [first, stop) of a share."""
 
     share: int
     first: int
@@ -37,10 +40,11 @@ class BatchRange(NamedTuple):
 
 
 class Shares:
-    """The shares of all learners, and the batches of each share that are merged.
+    """The claimed shares of all learners, and the batches of each share that are merged.
 
     Args:
-        run: has `data_shares` and `share_batches`; if they are not set, the first claim has them.
+        run: its `data_shares` and `share_batches` are the numbers of shares and of their batches;
+            if they are 0, the first claim states them.
     """
 
     def __init__(self, run: RunSection | None = None) -> None:
@@ -50,14 +54,14 @@ class Shares:
         self._ended: dict[str, int] = {}
         self._held: dict[str, list[_ReadShare]] = defaultdict(list)
         self._reached: dict[str, int] = defaultdict(int)
-        # Batches claimed of each share; all of them while a learner has it.
+        # By share, the number of its batches that are claimed; all of them while a learner has it.
         self._given: dict[int, int] = defaultdict(int)
         self._covers: dict[tuple[str, int, int, int], list[BatchRange]] = {}
-        # By fragment and share, ascending and separate.
+        # By fragment and share, the merged ranges: ascending and disjoint.
         self._merged: dict[tuple[int, int], list[BatchRange]] = defaultdict(list)
 
     def take(self, body: wire.Body, seq: int) -> Iterator[Violation]:
-        """Takes a claim or a manifest."""
+        """Takes a claim or a manifest, whose batches its learner must have claimed."""
         match body:
             case wire.Claim():
                 self._claim(body, seq)
@@ -121,7 +125,7 @@ class Shares:
             yield Violation("shares", seq, about, "steps", count, manifest.steps)
 
     def resolve(self, record: wire.Record, seq: int) -> Iterator[Violation]:
-        """Checks that a record merges only batches that the fragment does not have yet."""
+        """Checks that a record merges only batches that its fragment has not merged yet."""
         for one in record.inputs:
             update = (one.learner, one.incarnation, record.fragment, one.seq)
             for span in self._covers.pop(update, ()):
@@ -133,13 +137,13 @@ class Shares:
                 merged[:] = _joined([*merged, span])
 
     def merged(self, fragment: int) -> list[BatchRange]:
-        """Returns the ranges of batches whose updates a fragment has merged."""
+        """Returns the ranges of batches that are merged into a fragment."""
         mine = [spans for (index, _), spans in self._merged.items() if index == fragment]
         return [span for spans in mine for span in spans]
 
 
 def _joined(spans: list[BatchRange]) -> list[BatchRange]:
-    """Returns the ranges of one share joined: ascending and separate."""
+    """Returns the ranges of one share, ascending, with those that touch or overlap joined."""
     joined: list[BatchRange] = []
     for span in sorted(spans):
         if joined and span.first <= joined[-1].stop:
@@ -152,7 +156,7 @@ def _joined(spans: list[BatchRange]) -> list[BatchRange]:
 def wrong_claim(
     settings: RunSettings, layout: Layout, epoch: int, manifest: wire.Manifest
 ) -> str | None:
-    """Returns the reason to reject a manifest on its own, or None."""
+    """Returns the reason to reject a manifest for its own fields, or None."""
     if manifest.layout != layout.digest:
         return Reason.LAYOUT
     if manifest.codec != settings.sync.codec:
@@ -163,7 +167,10 @@ def wrong_claim(
 def _wrong_shards(
     settings: RunSettings, layout: Layout, epoch: int, manifest: wire.Manifest
 ) -> str | None:
-    """Checks that shards hold all blocks once, under the sender's prefix, in the codec's sizes."""
+    """Returns the reason to reject a manifest for its shards, or None.
+
+    They must have all blocks once, names under the sender's prefix, and the codec's sizes.
+    """
     sync, size = settings.sync, layout.fragments[manifest.fragment].size
     ranges = shard_ranges(size, sync.block, sync.shard_elements)
     longest = max(stop - start for start, stop in ranges) // sync.block

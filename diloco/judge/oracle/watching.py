@@ -1,4 +1,4 @@
-"""The events that reach a fragment's owner beside the tape: the observations of its records."""
+"""Applies observations to an owner's state: the events that no message of the tape contains."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ ROUNDING_S = 1e-6
 
 
 def watch(life: OwnerLife, seen: wire.Observation, record: wire.Record) -> None:
-    """Applies an observation of `record` to an owner's life, or notes that it breaks a rule."""
+    """Applies an observation of `record` to an owner's state, or notes that it breaks a rule."""
     life.now_s = seen.at_s
     handler = _WATCH.get(seen.what)
     if handler is None:
@@ -68,7 +68,10 @@ def _reject(life: OwnerLife, one: WaitingUpdate, reason: str) -> None:
 
 
 def _failed(life: OwnerLife, seen: wire.Observation, record: wire.Record) -> None:
-    """Rejects an update whose objects failed; checks only that its reason is one of objects."""
+    """Rejects an update whose objects failed, for the reason that the record gives.
+
+    It checks only that the reason is one that objects can give.
+    """
     one = _waiting(life, seen)
     if one is None:
         return
@@ -83,7 +86,10 @@ def _failed(life: OwnerLife, seen: wire.Observation, record: wire.Record) -> Non
 
 
 def _broke(life: OwnerLife, seen: wire.Observation, _record: wire.Record) -> None:
-    """Discards the sum that an update broke; rejects an update that alone breaks it twice."""
+    """Discards the sum, as adding an update to it failed.
+
+    All its updates wait again. An update that fails again, beside others, is rejected.
+    """
     one = _waiting(life, seen)
     if one is None:
         return
