@@ -1,1 +1,1 @@
-"""A run's past: recomputed, decided again, and merged under other settings."""
+"""Recomputes a run's past: verifies it, decides it again, or merges it under other settings."""

@@ -1,9 +1,9 @@
 """`diloco replay --blame`: measures each update's effect by merging its round without it.
 
-Each round is merged again from its recorded base: without each of its inputs, and with each of them
-alone. Every resulting model is scored on held-out data. The effects are exact and on-policy, since
-the learners had trained from that base. They cover one round: which updates the learners would have
-sent after another merge is unknown.
+Each round is merged again from its recorded base version: without each of its inputs, and with each
+of them alone. Every resulting model is scored on held-out data. The effects are exact within one
+round, since the learners had trained from that base. Later rounds are not repeated: which updates
+the learners would have sent after another merge is unknown.
 
 `blame_learners.py` judges the learners by these effects.
 """
@@ -40,11 +40,11 @@ from diloco.replay.blame_learners import Effect, Effects
 from diloco.run.agreement import tensor_ranges
 from diloco.run.history import Chain, History, in_order
 
-# The number of worst updates whose effect is also measured tensor by tensor.
+# For this number of the worst updates the effect is also measured tensor by tensor.
 BY_TENSOR = 6
 # The number of damaged rounds whose reasons are reported.
 TOLD = 3
-# The number of rounds, of all fragments together, in which learners' first losses are looked for.
+# The learners' first losses are those in this many first rounds, of all fragments together.
 FIRST_ROUNDS = 256
 
 # Held-out losses of a model: on all the data under the key `WHOLE`, and on each of its slices.
@@ -53,7 +53,13 @@ Evaluate = Callable[[Sequence[Vector]], Losses]
 
 
 class TensorEffect(NamedTuple):
-    """The effect of the part of an update that lies in one tensor."""
+    """The effect of one update within one tensor.
+
+    Attributes:
+        effect: the effect of the whole update.
+        tensor: the tensor's name.
+        did: the loss after the round, less the loss if only this tensor lacked the update.
+    """
 
     effect: Effect
     tensor: str
@@ -62,12 +68,12 @@ class TensorEffect(NamedTuple):
 
 # The outcome of a round:
 # judged: the effects of its updates are known;
-# early: it comes before the fragment's first complete stored version;
+# early: it is before the fragment's first version that is stored whole;
 # damaged: an object is missing, or the merge does not give the recorded result;
-# behind: it comes between a damaged round and the fragment's next stored version;
-# beside: the view of another fragment is unknown;
+# behind: it is between a damaged round and the fragment's next version that is stored whole;
+# beside: the view of another fragment is unknown, so the model cannot be scored;
 # unreadable: its record cannot be decoded;
-# later: the time was over before all of its updates were judged.
+# later: `enough` stopped the work before all of its updates were judged.
 Fate = Literal["judged", "early", "damaged", "behind", "beside", "unreadable", "later"]
 
 
@@ -79,7 +85,7 @@ class BlamedRounds:
     why: list[str] = field(default_factory=list)
 
     def count(self, fate: Fate, why: str = "", rounds: int = 1) -> None:
-        """Count rounds with this outcome."""
+        """Adds `rounds` rounds with the outcome `fate`, and `why` to the first reasons."""
         self.fates[fate] += rounds
         if why and len(self.why) < TOLD:
             self.why.append(why)
@@ -92,10 +98,14 @@ class BlamedRounds:
 
 @dataclass
 class Blame:
-    """The effects of updates in order of time, those of the worst also by tensor; counts of rounds.
+    """The measured effects of a run's updates.
 
-    `slices` has the effects of the same updates on the loss of each slice of the held-out data.
-    `began` is the median of the learners' first training losses.
+    Attributes:
+        began: median of the learners' first training losses.
+        rounds: counts of rounds by outcome.
+        effects: the effect of each update on the held-out loss, in order of time.
+        slices: by slice of the held-out data, the effects of the same updates on its loss.
+        tensors: the effects of the worst updates, tensor by tensor.
     """
 
     began: float = 0.0
@@ -106,7 +116,11 @@ class Blame:
     _worst: list[Effect] = field(default_factory=list)
 
     def add(self, by_slice: Mapping[str, Effect]) -> bool:
-        """Add an update's effect, by slice; returns whether it is among the worst so far."""
+        """Adds one update's effect, given by slice and under `WHOLE`.
+
+        Returns:
+            Whether the update is among the worst so far.
+        """
         effect = by_slice[WHOLE]
         self.effects.append(effect)
         for name in by_slice.keys() - {WHOLE}:
@@ -117,7 +131,7 @@ class Blame:
         return any(one is effect for one in self._worst)
 
     def worst(self) -> list[Effect]:
-        """The updates that did most harm so far, the worst first."""
+        """Returns the updates that did most harm so far, the worst first."""
         return self._worst
 
 
@@ -136,19 +150,20 @@ def blame(
     """Merges every round again without each of its inputs, to find the effect of each update.
 
     After a round whose merge does not give the recorded result, the fragment continues from its
-    next stored version; the rounds in between are counted.
+    next stored version; the rounds in between are counted, not judged.
 
     Args:
         context: the run's context.
         history: the tape.
-        chains: the records of every fragment.
+        chains: by fragment, its records.
         evaluate: scores a model, given the views of all fragments in order.
-        progress: is called with the number of records done and of all records.
-        told: is called after each round with the results so far.
-        enough: returns True to stop with the results so far; then no effect is split by tensor.
+        progress: called with the number of records done and of all records.
+        enough: returns True to stop with the results so far; None: to the end. If it is given, no
+            effect is measured by tensor.
+        told: called after each round with the results so far.
 
     Raises:
-        ConfigError: no version of a fragment is stored.
+        ConfigError: no version of a fragment is stored whole.
         StoreUnavailableError: the store cannot be reached.
     """
     walk = _Walk(context, history, chains, evaluate, enough)
@@ -169,11 +184,11 @@ def blame(
 
 
 class _Walk:
-    """Goes through a run's rounds in order, and rebuilds the model as it was at each.
+    """Passes through a run's rounds in order, and rebuilds the model as it was at each.
 
     A fragment's round is merged from its arrays, and scored together with the other fragments'
-    views. If its arrays are lost, stored deltas still update its view, so that the rounds of other
-    fragments can be judged.
+    views. While the arrays of a fragment are unavailable, stored deltas still update its view, so
+    that the rounds of other fragments can be judged.
     """
 
     def __init__(
@@ -201,7 +216,7 @@ class _Walk:
         self._loss: Losses | None = None
 
     def take(self, seq: int, record: wire.Record) -> None:
-        """Process the next record that made a version."""
+        """Takes the next record that made a version, at stream sequence `seq`."""
         fragment, remaker = record.fragment, self._remakers[record.fragment]
         merges = record.what == "version" and bool(record.inputs)
         base, remade, before, why = None, remaker.remade, None, ""
@@ -229,7 +244,7 @@ class _Walk:
         self._views[fragment], self._loss = view, None
 
     def _begin(self, seq: int, record: wire.Record) -> None:
-        """Load the arrays that the record has stored, if there are any and none are loaded."""
+        """Loads the arrays that the record names as stored, if none are loaded."""
         remaker = self._remakers[record.fragment]
         if remaker.arrays is None and is_stored(record):
             with contextlib.suppress(IntegrityError):
@@ -239,7 +254,7 @@ class _Walk:
             self._see(record.fragment, remaker.view)
 
     def _follow(self, record: wire.Record) -> None:
-        """Update the view by a round's stored delta, since the round cannot be merged."""
+        """Updates the view by a round's stored delta, since the round cannot be merged."""
         fragment, view = record.fragment, self._views[record.fragment]
         if fragment not in self._begun:
             return
@@ -252,7 +267,10 @@ class _Walk:
     def _round(
         self, seq: int, record: wire.Record, base: FragmentArrays, before: Losses | None
     ) -> None:
-        """Judge a round whose merge gave the recorded result, from its base and the loss before."""
+        """Judges a round whose merge gave the recorded result.
+
+        `base` are the fragment's arrays before it, `before` the losses before it; None: unknown.
+        """
         rounds = self.found.rounds
         if before is None:
             rounds.count("beside")
@@ -263,7 +281,7 @@ class _Walk:
             rounds.count("damaged", _why(record, error.message))
 
     def _loss_now(self) -> Losses | None:
-        """Losses of the current model; None if the view of a fragment is unknown."""
+        """Returns the losses of the current model; None if the view of a fragment is unknown."""
         views = self._known_views()
         if views is not None and self._loss is None:
             self._loss = self._evaluate([views[fragment] for fragment in sorted(views)])
@@ -291,13 +309,13 @@ def _why(record: wire.Record, error: str) -> str:
 
 
 def first_loss(records: Mapping[int, Chain]) -> float:
-    """Returns the median of the learners' first training losses; 0 before any.
+    """Returns the median of the learners' first training losses; 0 if there are none.
 
-    Each learner counts once: a liar whose updates are alone in the first rounds, with a huge loss,
-    would otherwise make all harm look small.
+    Each learner counts once. Otherwise a liar whose updates are alone in the first rounds, with a
+    huge loss, would make all later harm look small.
 
     Args:
-        records: the records of each fragment, in order.
+        records: by fragment, its records in order.
     """
     first: dict[str, float] = {}
     for _, record in islice(in_order(records.values()), FIRST_ROUNDS):
@@ -307,7 +325,7 @@ def first_loss(records: Mapping[int, Chain]) -> float:
 
 
 def _first_view(history: History, fragment: int, chain: Chain) -> Vector:
-    """Returns a fragment's first stored view that is complete.
+    """Returns a fragment's first stored view whose version is stored whole.
 
     Raises:
         ConfigError: there is none.
@@ -323,11 +341,11 @@ def _first_view(history: History, fragment: int, chain: Chain) -> Vector:
 
 
 class _MergedRound:
-    """One round, merged again without each of its inputs.
+    """One round, to be merged again without each of its inputs.
 
     Args:
         history: the tape.
-        views: each fragment's view after the round.
+        views: by fragment, its view after the round.
         base: the fragment's arrays before the round.
         seq: stream sequence of its record.
         record: its record.
@@ -351,7 +369,7 @@ class _MergedRound:
         self._record = record
 
     def effects(self, evaluate: Evaluate) -> Iterator[tuple[dict[str, Effect], Vector]]:
-        """Yields the effect of each input by slice, and the view after the round without it."""
+        """Yields, for each input, its effects by slice, and the view after the round without it."""
         record, base = self._record, self._base
         for index, taken in enumerate(record.inputs):
             others = [*record.inputs[:index], *record.inputs[index + 1 :]]
@@ -386,7 +404,13 @@ class _MergedRound:
     def by_tensor(
         self, effect: Effect, without: Vector, evaluate: Evaluate
     ) -> Iterator[TensorEffect]:
-        """Yields the effect of leaving an update out of one tensor, for each tensor."""
+        """Yields, for each tensor, the effect of leaving the update out of this tensor alone.
+
+        Args:
+            effect: the effect of the whole update.
+            without: the fragment's view after the round without the update.
+            evaluate: scores a model.
+        """
         view = self._views[effect.fragment]
         for name, where in tensor_ranges(self._history.layout.fragments[effect.fragment]):
             mixed = view.copy()

@@ -1,9 +1,10 @@
 """Judges each learner by the effects of its updates, compared with those of the others.
 
 Leaving out one of many updates that agree changes little. So a learner is judged by the effect that
-its updates have alone, compared with that of the others' updates in the same rounds: on all
-held-out data, and on each slice that most others improve. An honest learner with other data may do
-harm on such a slice; it is then better than the others by as much on another slice.
+each of its updates has as the only input of its round. That is compared with the same effect of the
+others' updates in these rounds, on all held-out data, and on each slice that most others improve.
+An honest learner with other data may do harm on such a slice. Then it is better than the others by
+as much on another slice, and is called uneven.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,32 +20,34 @@ from diloco.common.protocol.wire import WHOLE
 from diloco.replay.columns import Column, TupleColumns
 from diloco.run.comparison import TINY, tail
 
-# A learner is useless if its updates improve the loss by less than this share of what the others'
-# do, and harmful if they worsen it by more. FEWEST is the least number of updates for a judgement.
+# A learner is useless if its updates improve the loss by less than the share USELESS of the others'
+# improvement, and harmful if they worsen it by more than that. FEWEST is the least number of
+# updates for a judgement.
 USELESS = 0.2
 FEWEST = 3
 # A judgement needs a difference from the others of SURE standard errors, and a distance of CLEAR
-# standard errors from the bound of the verdict. Harm to a slice must also be so frequent that
-# chance would have it with at most the probability CHANCE.
+# standard errors from the bound of the verdict. Harm to a slice must also be so frequent that its
+# probability by chance is at most CHANCE.
 SURE, CLEAR = 4.0, 2.0
 CHANCE = 1e-4
-# Nor is harm that in sum is less than this part of the loss: near the end it shows whose updates
-# are longer or older, as those of honest machines are.
+# Harm that in sum is less than this part of the loss is not judged: near the end of a run it shows
+# which updates are longer or older, as those of honest machines may be.
 MATERIAL = 0.01
-# Nor is harm of which each update alone does less than this part of what the run has learnt, and
-# all of them less than that part. What was learnt counts as no more than so many times today's
-# loss, as learners say the loss at the beginning.
+# Nor is harm of less than EACH_OF_LEARNT of the run's improvement by each update alone and of less
+# than ALL_OF_LEARNT by all of them. The improvement counts as at most MOST_LEARNT times the present
+# loss, since the loss at the beginning is a claim of learners.
 EACH_OF_LEARNT, ALL_OF_LEARNT, MOST_LEARNT = 0.01, 0.05, 10.0
-# Rounds tell who is of no use while their updates do this share of the most that any did.
+# Only rounds whose usual effect is at least this share of the greatest in their fragment show which
+# learner is useless.
 MUCH = 0.03
-# Harm is attributed to a slice if it is so many times as large there as on all the data.
+# Harm is attributed to a slice if it is at least this many times as large there as on all the data.
 OF_A_SLICE = 2.0
 
-# Of updates, in a table of effects.
+# Indices of updates in a table of effects.
 Places = npt.NDArray[np.intp]
 
-# "unclear": in sum it made the loss worse, by no more than the others' updates may by chance.
-# "uneven": it makes one slice better than the others do, and another worse.
+# "unclear": in sum the learner made the loss worse, by no more than chance explains.
+# "uneven": the learner improves one slice more than the others do, and makes another one worse.
 Word = Literal["harmful", "useless", "uneven", "unclear", "helpful"]
 AGAINST: tuple[Word, ...] = ("harmful", "useless")
 
@@ -52,11 +55,16 @@ AGAINST: tuple[Word, ...] = ("harmful", "useless")
 class Effect(NamedTuple):
     """The effect of one update on the held-out loss, within its round.
 
+    The fields up to `clip` are those of the update and of its round's record.
+
     Attributes:
+        record_seq: stream sequence of the round's record.
+        at_s: when the round closed, in seconds since the epoch.
         training_loss: the training loss that its learner reported.
         did: the loss after the round, less the loss without this update; above 0: harm.
         alone: the loss after a round with this update only, less the loss before the round.
-        loss, loss_without: losses of the model after the round, with and without this update.
+        loss_before: the model's loss before the round.
+        loss: the model's loss after the round, `loss_without` that without this update.
     """
 
     fragment: int
@@ -79,7 +87,7 @@ class Effect(NamedTuple):
     loss_without: float
 
 
-# In the order they were added; those of one round are neighbours.
+# Rows are in the order in which they were added; those of one round are neighbours.
 Effects = TupleColumns[Effect]
 
 
@@ -87,10 +95,13 @@ class Sentence(NamedTuple):
     """The judgement of one learner.
 
     Attributes:
-        total: sum of `did` over its updates; `worse` of its `updates` made the loss worse.
-        alone: mean of `alone` over its updates, from `since` on if that is known; `others`: the
-            same mean over the others' updates in these rounds.
-        since: the first update of the harmful or useless stretch, or None.
+        word: the verdict.
+        total: sum of `did` over its updates.
+        worse: number of its updates that made the loss worse, of `updates` in all.
+        alone: mean of `alone` over its updates; of a harmful or useless learner over those that it
+            is blamed for.
+        others: the same mean over the others' updates in these rounds.
+        since: the first update that it is blamed for; None: it is not blamed.
         slice: the slice of the held-out data to which this applies; empty: all data.
     """
 
@@ -113,9 +124,9 @@ class _UpdateColumns:
         sign: -1 reverses the effects, so that the best updates count as the worst.
 
     Attributes:
-        did, alone: these effects of each update.
-        telling: whether an update's round had large effects, compared with its fragment's other
-            rounds. This depends on all updates of a round, so that it favours no learner.
+        did, alone: these effects of each update, float64 [updates].
+        telling: bool [updates]: whether the update's round had large effects, compared with its
+            fragment's other rounds. It depends on all updates of a round, so it favours no learner.
     """
 
     def __init__(self, effects: Effects, sign: int = 1) -> None:
@@ -127,24 +138,25 @@ class _UpdateColumns:
         self.telling = self._telling(effects.column("fragment")[begins])
 
     def own(self, learner: int) -> Places:
-        """Returns the places of a learner's updates, in order."""
+        """Returns the indices of a learner's updates; `learner` is its index in `Effects.texts`."""
         return np.flatnonzero(self._learner == learner)
 
     def others(self, place: int) -> list[float]:
-        """Returns `alone` of the other learners' updates in the round of this update."""
+        """Returns `alone` of the other learners' updates in the round of update `place`."""
         within = slice(*self._edges[self._round[place] :][:2])
         mine = self._learner[within] == self._learner[place]
         return [float(value) for value in self.alone[within][~mine]]
 
     def beyond(self, places: Places, bound: Callable[[float], float]) -> float:
-        """Returns the mean distance of effects above a bound, in standard errors; 0 if below.
+        """Returns by how many standard errors updates' effects are above a bound; 0 if below.
 
-        Each distance is divided by the largest effect in its round, since effects shrink while a
-        model converges. Student's t is converted to the normal deviate of equal probability
-        (Wallace 1959), so that few updates need a larger distance.
+        For each update, `alone` less the bound is divided by the largest effect in its round, since
+        effects shrink while a model converges. The mean of these is tested. Student's t is
+        converted to the normal deviate of equal probability (Wallace 1959), so that few updates
+        need a larger distance.
 
         Args:
-            places: places of updates; those without others in their round do not count.
+            places: indices of updates; those without others in their round do not count.
             bound: returns the bound, given the mean effect of the others in the round.
         """
         found = []
@@ -160,7 +172,7 @@ class _UpdateColumns:
         return (8 * free + 1) / (8 * free + 3) * sqrt(free * log1p(t_squared / free))
 
     def all_others(self, places: Places) -> Column:
-        """Returns the values of `others` for all these updates, joined."""
+        """Returns the values of `others` for all updates at `places`, joined, float64."""
         return np.fromiter(
             chain.from_iterable(self.others(place) for place in places), dtype=np.float64
         )
@@ -179,12 +191,12 @@ class _UpdateColumns:
 def judge(
     effects: Effects, slices: Mapping[str, Effects] | None = None, began: float = 0.0
 ) -> list[Sentence]:
-    """Judge each learner; the worst comes first.
+    """Judges each learner; the worst comes first.
 
     Args:
-        effects: of all updates, in order.
-        slices: the same on the loss of each slice of the held-out data.
-        began: the run's loss at its beginning.
+        effects: of all updates, in order of time, on the whole held-out loss.
+        slices: by slice of the held-out data, the effects of the same updates on its loss.
+        began: the run's loss at its beginning, as learners reported it.
     """
     if not effects:
         return []
@@ -224,7 +236,17 @@ def _judge_slices(found: list[Sentence], slices: Mapping[str, Effects]) -> list[
 
 
 def _of_slice(name: str, whole: Sentence, effects: Effects, own: Places, chance: float) -> Sentence:
-    """Judges a learner on a slice by all its updates: of many slices, some look bad for a while."""
+    """Judges a learner on one slice by all its updates.
+
+    A part of them does not suffice: of many slices, some look bad for a while.
+
+    Args:
+        name: the slice.
+        whole: its judgement on all data.
+        effects: effects of all learners' updates on the slice.
+        own: indices of its updates.
+        chance: the probability below which harm in so many rounds is no accident.
+    """
     beside = _UpdateColumns(effects)
     did = beside.did[own]
     alone, usual = _means(beside, own)
@@ -239,7 +261,10 @@ def _of_slice(name: str, whole: Sentence, effects: Effects, own: Places, chance:
 
 
 def _harm(one: Sentence) -> float:
-    """Returns the key by which the worst of the judgements on slices and on all data is chosen."""
+    """Returns the key by which the worst of a learner's judgements is chosen.
+
+    Harm to all data counts `OF_A_SLICE` times, harm to a slice once.
+    """
     return 0.0 if one.word != "harmful" else one.alone if one.slice else OF_A_SLICE * one.alone
 
 
@@ -287,7 +312,7 @@ def _means(beside: _UpdateColumns, own: Places) -> tuple[float, float]:
 
 
 def _is_sure(beside: _UpdateColumns, places: Places, bound: Callable[[float], float]) -> bool:
-    """Returns whether updates are significantly worse than the others', and beyond the bound."""
+    """Returns whether updates are worse than the others' by SURE, and beyond the bound by CLEAR."""
     return beside.beyond(places, _usual) > SURE and beside.beyond(places, bound) > CLEAR
 
 

@@ -1,4 +1,4 @@
-"""Prints and draws the results of blame: tables, a figure and JSON."""
+"""Prints and draws the results of `blame`: tables, a figure and JSON."""
 
 import json as json_module
 import sys
@@ -37,7 +37,7 @@ _COLOURS = {
 
 
 def tell(found: Blame, console: Console) -> None:
-    """Print the learners and the updates that did harm, and in which tensors."""
+    """Prints the judgements of the learners, and the updates and tensors that did harm."""
     sentences = judge(found.effects, found.slices, found.began)
     console.print(_learners(sentences), soft_wrap=False)
     worst = nlargest(WORST, found.effects, key=attrgetter("did"))
@@ -54,7 +54,7 @@ def tell(found: Blame, console: Console) -> None:
 
 
 class SoFar:
-    """Prints accusations while rounds are judged: each learner once.
+    """Prints each learner that is judged harmful or useless, once, while rounds are judged.
 
     Args:
         console: the console to print to.
@@ -66,7 +66,7 @@ class SoFar:
         self._told: set[str] = set()
 
     def __call__(self, found: Blame) -> None:
-        """Take the results so far, and print new accusations."""
+        """Takes the results so far and prints new judgements, if `LINE_S` seconds have passed."""
         if time.monotonic() - self._looked_s < LINE_S:
             return
         self._looked_s = time.monotonic()
@@ -79,7 +79,7 @@ class SoFar:
 
 
 def _coverage(rounds: BlamedRounds) -> list[str]:
-    """Lines on the outcome of the rounds, and on why some were not judged."""
+    """Returns lines on the outcome of the rounds, and on why some were not judged."""
     listed = [
         f"{rounds.fates[fate]:,} {said}" for fate, said in _FATES.items() if rounds.fates[fate]
     ]
@@ -91,7 +91,7 @@ def _coverage(rounds: BlamedRounds) -> list[str]:
 
 
 def _nobody(effects: Effects, sentences: Sequence[Sentence]) -> str:
-    """The sentence to print if no learner is blamed."""
+    """Returns the sentence to print if no learner is harmful or useless."""
     if not effects:
         return "no round was judged, so no learner can be judged"
     if effects[-1].loss > effects[0].loss_before and effects.column("alone").mean() > 0:
@@ -107,12 +107,12 @@ def _nobody(effects: Effects, sentences: Sequence[Sentence]) -> str:
 
 
 def of_slice(one: Sentence) -> str:
-    """The slice that a judgement is about, in words; "" if it is all the held-out data."""
+    """Returns the slice that a judgement is about, in words; "" if it is all the held-out data."""
     return f" of the slice {one.slice}" if one.slice else ""
 
 
 def in_words(one: Sentence) -> str:
-    """The judgement of one learner as a sentence."""
+    """Returns the judgement of one learner as a sentence."""
     since = ""
     if one.since is not None:
         at = one.since
@@ -171,7 +171,7 @@ def _tensors(found: Blame) -> Table:
 
 
 def tell_json(run: str, found: Blame) -> None:
-    """Print all findings as JSON."""
+    """Prints all results as one JSON object."""
     sentences = [
         one._asdict() | {"since": None if one.since is None else _plain(one.since)}
         for one in judge(found.effects, found.slices, found.began)
@@ -204,7 +204,7 @@ def _plain(one: Effect) -> dict[str, Any]:
 
 
 def draw(run: str, found: Blame, path: Path) -> None:
-    """Write a page with a curve for each learner: the sum of its effects over global steps.
+    """Writes a page with a curve for each learner: the sum of its effects over global steps.
 
     Raises:
         ConfigError: the page cannot be written.

@@ -1,8 +1,8 @@
 """`diloco bundle`: a run, or a part of it, in one file: tape, objects, heartbeats, logs, packages.
 
 Every command that only reads takes the file in place of RUN, on another machine, without bus or
-store. A bundle that begins at a version is what garbage collection would have left of the run, and
-is judged as such.
+store. A bundle that begins at a later version has what garbage collection would have left of the
+run, and is judged as a trimmed tape.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ ABOUT, PACKAGES, LOGS = "about.json", "packages.txt", "logs/"
 
 
 def run_bundle(target: str, path: Path, wanted: BundleOptions) -> None:
-    """Writes a bundle, and prints its contents.
+    """Writes the bundle of the run `target` to the new file `path`, and prints what it has.
 
     Raises:
         DilocoError: there is no such run, or the file exists.
@@ -67,7 +67,11 @@ def run_bundle(target: str, path: Path, wanted: BundleOptions) -> None:
 
 
 class BundleSummary(NamedTuple):
-    """Counts of a bundle's contents."""
+    """The numbers of messages and objects in a bundle, and the names of its files.
+
+    Attributes:
+        lost: the damage of the bundle from which this one was made; "" if there was none.
+    """
 
     messages: int
     objects: int
@@ -111,13 +115,19 @@ async def _bundle(target: str, path: Path, wanted: BundleOptions) -> BundleSumma
 
 @dataclass
 class TapeRange:
-    """A part of the tape: messages up to a sequence, and of each subject from a sequence on."""
+    """A part of the tape.
+
+    Attributes:
+        last_seq: the last stream sequence.
+        below: by subject, the first sequence; subjects that it lacks begin with their first
+            message.
+    """
 
     last_seq: int
     below: dict[str, int] = field(default_factory=dict)
 
     def has(self, message: Message) -> bool:
-        """True if this range of the tape contains `message`."""
+        """True if `message` is not below the first sequence of its subject; ignores `last_seq`."""
         return message.seq >= self.below.get(message.subject, 0)
 
 
@@ -134,10 +144,12 @@ async def _part(context: RunContext, wanted: BundleOptions) -> TapeRange:
 
 
 async def _begin(context: RunContext, fragment: int, first: int, part: TapeRange) -> None:
-    """Leaves out the messages before a fragment's newest stored state up to version `first`.
+    """Sets in `part.below` where a fragment's messages begin.
+
+    That is the record of the newest version up to `first` that is stored whole.
 
     Raises:
-        ConfigError: no state is stored that early.
+        ConfigError: no version up to `first` is stored whole.
     """
     begin: tuple[int, int] | None = None
     learners: set[str] = set()
@@ -164,7 +176,7 @@ async def _messages(context: RunContext, part: TapeRange | None = None) -> Async
 
 
 async def _redactor(context: RunContext) -> Redactor:
-    """Returns a redactor that replaces every name on the tape."""
+    """Returns a redactor of the run's name, and of all names and modules on its tape."""
     known, tasks = set[str](), set[str]()
     async for message in _messages(context):
         known |= {name for name in [names.subject_learner(message.subject)] if name}
@@ -183,7 +195,7 @@ async def _redactor(context: RunContext) -> Redactor:
 
 
 def _positions_of(item: Item) -> str | None:
-    """Returns the name of the object with data positions that a message names, or None."""
+    """Returns the name of the object to which a specification moves its data positions, or None."""
     body = item.body if isinstance(item, Entry) else None
     beside = body.positions_object if isinstance(body, wire.Specification) else None
     return beside.name if beside else None
@@ -193,7 +205,7 @@ def _positions_of(item: Item) -> str | None:
 
 
 class _Copy:
-    """The writing of one bundle.
+    """Copies a run into a bundle.
 
     Args:
         opened: the run.
@@ -222,7 +234,7 @@ class _Copy:
             self._writer.message(await self._told(message, item))
 
     async def _told(self, message: Message, item: Item) -> Message:
-        """Returns the message as the bundle stores it."""
+        """Returns a message as the bundle stores it; writes the objects that redaction changes."""
         if self._redactor is None:
             return message
         if (beside := _positions_of(item)) is not None:
@@ -241,7 +253,7 @@ class _Copy:
         return told
 
     def _need(self, item: Item) -> None:
-        """Notes the objects that a message names."""
+        """Notes the objects that a message names, and each fragment's oldest and newest record."""
         run = self._context.run
         if getattr(item, "stored", None) is not None:
             self._needed.add(item.stored.name)  # type: ignore[union-attr]
@@ -275,7 +287,12 @@ class _Copy:
                 self._writer.ops(told)
 
     async def needed(self, there: Sequence[str], *, newer: bool) -> None:
-        """Writes the objects that the tape needs, and with `newer` those beyond its end."""
+        """Writes the objects that the messages written so far name, scores, and kept checkpoints.
+
+        Args:
+            there: names of the run's objects, listed before the tape was read.
+            newer: True to write objects of versions beyond the tape's end too.
+        """
         context, wanted = self._context, self._needed
         if newer:
             newest, last_seq = self._newest, self._last_seq
@@ -292,7 +309,7 @@ class _Copy:
         )
 
     async def objects(self, wanted: Iterable[str]) -> None:
-        """Writes these objects into the bundle."""
+        """Writes objects; those that were collected meanwhile are left out."""
         for name in wanted:
             await self._context.runtime.call(self._object, self._context.store, name)
 
@@ -304,7 +321,7 @@ class _Copy:
             self._writer.object(name, data)
 
     async def collected(self) -> None:
-        """Notes the messages that garbage collection has trimmed while the objects were copied."""
+        """Notes each fragment's oldest record, if the tape was trimmed since it was copied."""
         for fragment, oldest_seq in self._oldest.items():
             subject = names.record(self._context.run, fragment)
             oldest = await first_message(self._context, subject)
@@ -312,7 +329,7 @@ class _Copy:
                 self._writer.oldest(fragment, oldest.seq)
 
     def hidden(self, name: str, data: bytes) -> tuple[str, bytes]:
-        """Returns a file with the names in its name and text replaced."""
+        """Returns a file's name and text with the run's names replaced in both."""
         assert self._redactor is not None
         text = self._redactor.text(data.decode(errors="replace"))
         folder, _, last = name.rpartition("/")
@@ -326,7 +343,7 @@ class _Copy:
 
 
 def _notes(about: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
-    """Yields notes on this machine, with the packages whose digest records name."""
+    """Yields (name, contents) of the files about this machine and its installed packages."""
     host = {"release": release(), "python": sys.version, "platform": platform.platform()}
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(about["made_s"]))
     yield ABOUT, (json.dumps({**about, "made": made, **host}, indent=1) + "\n").encode()
@@ -334,7 +351,7 @@ def _notes(about: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
 
 
 def _logs(target: str, given: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
-    """Yields the logs of a local run, and the given ones.
+    """Yields (name, contents) of the logs of a local run, and of the given files and folders.
 
     Raises:
         ConfigError: there is no such file, or its name is not allowed in a bundle.
@@ -355,7 +372,7 @@ def _logs(target: str, given: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
 
 
 def _earlier(opened: OpenRun, new: Iterable[str]) -> list[tuple[str, bytes]]:
-    """Returns the files of the bundle from which this one is made."""
+    """Returns (name, contents) of the files of a source bundle, except those named in `new`."""
     source, known = opened.bundle, {*new}
     if source is None:
         return []

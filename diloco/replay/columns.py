@@ -14,14 +14,15 @@ Column = npt.NDArray[np.float64]
 
 
 class TupleColumns(Lazy[Row]):
-    """Rows of a class of named tuples whose fields are numbers and text: eight bytes a field.
+    """Rows of a class of named tuples whose fields are numbers and text, in eight bytes a field.
 
     Args:
-        kind: the class.
+        kind: the class of the rows; `item` makes them again.
         rows: the first rows.
 
     Attributes:
-        texts: every text of the rows, in order of appearance; columns hold indices of it.
+        texts: every text of the rows once, in order of appearance. In columns of text, its index
+            stands for a text.
     """
 
     def __init__(self, kind: type[Row], rows: Iterable[Row] = ()) -> None:
@@ -34,7 +35,7 @@ class TupleColumns(Lazy[Row]):
             self.append(row)
 
     def append(self, row: Row) -> None:
-        """Appends one row."""
+        """Appends one row; a number must be exact as a float64."""
         self._values.extend(self._place(one) if isinstance(one, str) else one for one in row)
 
     def _place(self, text: str) -> int:
@@ -53,7 +54,7 @@ class TupleColumns(Lazy[Row]):
         return len(self._values) // len(self._types)
 
     def item(self, index: int) -> Row:
-        """Returns the row at an index."""
+        """Returns the row at an index as a named tuple."""
         width = len(self._types)
         at = index * width
         row = zip(self._types.values(), self._values[at : at + width], strict=True)

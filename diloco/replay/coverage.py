@@ -1,8 +1,9 @@
-"""The coverage of a verdict: the tape's range, and the result for every version.
+"""The coverage of a verdict: which part of the tape was read, and the result for every version.
 
-A verdict is "verified" only if nothing is left out of it. If garbage collection has removed a part,
-as the tape itself shows, it is "incomplete"; if a part is missing without that, or differs from its
-record, "wrong". These functions compare what others have read, and read nothing themselves.
+A verdict is "verified" only if no part of the run is left out of it. It is "incomplete" if garbage
+collection has removed a part, as the tape shows. It is "wrong" if a part differs from its record,
+or is missing for another reason. These functions compare what others have read, and read nothing
+themselves.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,15 +29,19 @@ OF_LEARNERS = frozenset({"data", "shares"})
 
 @dataclass(frozen=True, kw_only=True)
 class Tape:
-    """The tape that a verdict is about.
+    """The tape that a verdict is about; sequences are of its stream, times seconds since the epoch.
 
     Attributes:
         end_seq: sequence of its end message; 0: the run is in progress, or the tape was cut.
         releases: the releases that made its records.
-        unreadable: records that cannot be read; `garbage`: messages that are not of the protocol.
-        newer: objects of versions beyond the tape's end.
-        under_way: objects of a version in the making, unless the tape was cut there.
-        missing: objects that are missing though no collection takes them, with their record.
+        unreadable: number of records that cannot be read.
+        garbage: number of messages that are not of the protocol.
+        holes: gaps that garbage collection does not explain.
+        breaches: broken rules that are not of learners alone.
+        newer: names of objects of versions beyond the tape's end.
+        under_way: names of objects of a version that is being made, unless the tape was cut there.
+        missing: (name, sequence of its record) of objects that are missing, though garbage
+            collection would not have removed them.
         lost: the damage of the file from which the tape was salvaged, or "".
     """
 
@@ -59,20 +64,20 @@ class Tape:
 
     @property
     def wrong(self) -> bool:
-        """Whether messages or objects are missing or damaged; False for a copy that is damaged."""
+        """Whether messages or objects are missing or damaged; False for a salvaged copy."""
         gone = self.unreadable or self.holes or self.breaches or self.missing
         return bool(gone) and not self.lost
 
 
 @dataclass(kw_only=True)
 class Versions:
-    """Counts of the chosen versions by result.
+    """Numbers of the chosen versions, by result.
 
     Attributes:
         again: recomputed, and equal to the record.
-        stored: used as a beginning: their stored view and outer state have the recorded digests.
-        trimmed: before the part that garbage collection has left, as the tape or its age shows.
-        missing: their objects are missing without an explanation.
+        stored: loaded, to recompute later ones: view and outer state have the recorded digests.
+        trimmed: removed by garbage collection, as the tape or the age of their records shows.
+        missing: their objects are missing for another reason.
         wrong: different from the record.
         unreached: after a version that is wrong or missing, before the next stored state.
         earlier: verified by an earlier call with `--resume`, and not repeated.
@@ -88,10 +93,10 @@ class Versions:
 
 
 def check_readable(history: History) -> None:
-    """Refuses a tape that has a fragment without a readable record.
+    """Raises an error if a fragment has no readable record.
 
     Raises:
-        IntegrityError: it was written by another release, or is damaged.
+        IntegrityError: the records were written by another release, or are damaged.
     """
     for fragment in range(len(history.layout.fragments)):
         if history.records.get(fragment):
@@ -112,14 +117,14 @@ def check_readable(history: History) -> None:
 def tape_of(
     history: History, listing: Listing, *, window_s: float, now_s: float, lost: str = ""
 ) -> Tape:
-    """Compares a tape with the listing of its store: which objects are missing.
+    """Audits a tape, and compares it with the listing of its store.
 
     Args:
         history: the tape.
         listing: the run's objects, listed before the tape was read.
         window_s: age from which objects may have been collected, if the tape is a copy and its run
             in progress; infinite for the run's own tape.
-        now_s: the time.
+        now_s: the time, in seconds since the epoch.
         lost: as in `Tape`.
     """
     times_s, copied = history.times_s, window_s < inf
@@ -156,7 +161,10 @@ def tape_of(
 
 
 def _newest_decisions(history: History) -> Iterator[Breach]:
-    """Finds newest records that do not follow from the tape: no later record has their digest."""
+    """Yields a breach for each fragment whose newest record does not follow from the tape.
+
+    Other changes of a record show in the next record, which has its digest.
+    """
     for fragment in history.records:
         found = decide_newest(history, fragment)
         if found is not None and found.outcome == "different":
@@ -166,7 +174,7 @@ def _newest_decisions(history: History) -> Iterator[Breach]:
 
 
 def before_the_tape(history: History, chosen: Mapping[int, Chain]) -> int:
-    """Returns the number of versions of these fragments before the tape's oldest record."""
+    """Returns how many versions of the chosen fragments are before the tape's oldest record."""
     count = 0
     for fragment, chain in chosen.items():
         oldest_seq, oldest = history.records[fragment][0]
@@ -198,7 +206,7 @@ def document(tape: Tape, versions: Versions, **more: Any) -> dict[str, Any]:
 
 
 def sentences(tape: Tape, versions: Versions) -> list[str]:
-    """Returns the coverage as lines of text."""
+    """Returns the coverage, and what is wrong with the tape, as lines of text."""
     end = f"end message at {tape.end_seq}" if tape.end_seq else "no end message"
     unread = f"{tape.unreadable} unreadable, {tape.garbage} not of the protocol"
     found = [

@@ -1,4 +1,4 @@
-"""Repeats every decision of a run: `aggregator/core/decisions.py` over a run's history."""
+"""Repeats the decisions of a run with `aggregator/core/decisions.py`, from the run's tape."""
 
 from array import array
 from collections import deque
@@ -17,17 +17,17 @@ from diloco.common.storage.tape import Entry, InvalidMessage
 from diloco.run.history import Chain, History
 from diloco.run.spool import Lazy
 
-# The number of records before the newest one among which its basis is searched.
+# The newest record is decided again from one of at most this many records before it.
 NEAR = 32
 
 
 def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
-    """Decides a fragment's records again; the first record is the basis of the others.
+    """Decides a fragment's records again, with the state that the first of them has.
 
     Args:
         history: the tape.
         fragment: its index.
-        chain: the fragment's records to decide again.
+        chain: the fragment's records in order, from the first that is not decided again.
     """
     return decide_again(
         chain,
@@ -39,10 +39,11 @@ def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
 
 
 def decide_newest(history: History, fragment: int) -> Decision | None:
-    """Decides a fragment's newest record again, since no record after it carries its digest.
+    """Decides a fragment's newest record again; no later record has the digest that proves it.
 
-    The basis is one of the `NEAR` records before it. None if an operator made the newest record, or
-    the settings of one of them are no longer on the tape.
+    Returns:
+        The decision; None if an operator made the record, or settings of one of the `NEAR` records
+        before it are no longer on the tape.
     """
     chain = history.records[fragment][-NEAR - 1 :]
     if any(history.settings_of(record) is None for _, record in chain):
@@ -52,7 +53,7 @@ def decide_newest(history: History, fragment: int) -> Decision | None:
 
 
 def whole_from(history: History, fragment: int) -> int:
-    """Returns the sequence from which on the tape has every message about a fragment.
+    """Returns the stream sequence from which on the tape has every message about a fragment.
 
     Garbage collection takes a fragment's messages only from before its oldest record.
     """
@@ -60,14 +61,15 @@ def whole_from(history: History, fragment: int) -> int:
 
 
 def rules_of(history: History, settings: RunSettings, fragment: int) -> FragmentRules:
-    """Returns the machine's rules for a fragment under these settings."""
+    """Returns the rules of a fragment's state machine under these settings."""
     return fragment_rules(settings, history.layout, fragment, history.specification.epoch)
 
 
 class _Told(Lazy[TapeEvent]):
-    """A fragment's events, made from the tape's messages on access.
+    """The events of the tape for a fragment's state machine, made from messages on access.
 
-    `order` has each event's index in `entries`, or, if negative, from the end of `undecoded`.
+    `order` has, for each event, the index of its message in `entries`; a negative one is an index
+    from the end of `undecoded`.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class _Told(Lazy[TapeEvent]):
 
 
 def heard(history: History, fragment: int, first_seq: int = 0) -> Sequence[TapeEvent]:
-    """Returns the tape's events for a fragment's machine, from `first_seq` to the run's end."""
+    """Returns the tape's events for a fragment's state machine, from `first_seq` to the end."""
     about = history.entries.concerning(fragment, first_seq)
     undecoded = [
         one for one in history.undecoded if one.seq >= first_seq and _is_update(one, fragment)
@@ -139,7 +141,7 @@ def _heard(history: History, fragment: int, entry: Entry) -> TapeEvent | None:
 
 
 def _inputs_and_step(history: History, commit: Commit, record: wire.Record) -> dict[str, object]:
-    """Returns a record's fields on inputs and outer step, as far as the machine decides them."""
+    """Returns the fields of inputs and outer step that the state machine decides, by name."""
     if commit.what != "version":
         return {"inputs": ()}
     state = commit.state
@@ -153,9 +155,10 @@ def _inputs_and_step(history: History, commit: Commit, record: wire.Record) -> d
 
 
 def inputs_again(admitted: Sequence[Admitted], record: wire.Record) -> tuple[wire.Input, ...]:
-    """Returns the inputs that a record would state for these updates.
+    """Returns the inputs that a record would have for these updates.
 
-    Figures of their arrays are copied from the record; recomputing the version verifies them.
+    Coefficients and units of weight are copied from `record`; recomputing the version verifies
+    them.
     """
     given = {taken.stream_seq: (taken.coefficients, taken.weight_unit) for taken in record.inputs}
     return tuple(make_input(one, *given.get(one.stream_seq, (b"", 0))) for one in admitted)
