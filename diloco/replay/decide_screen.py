@@ -22,7 +22,13 @@ SHOWN = 5
 
 @dataclass
 class DecisionCounts:
-    """Counts of decisions by outcome; `different` has the first ones that differ."""
+    """Counts of decisions that were repeated.
+
+    Attributes:
+        outcomes: by outcome: "same", "different" or "unknown" (not repeated).
+        reasons: of the unknown ones, by reason.
+        different: the first `SHOWN` that differ.
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -38,7 +44,7 @@ class DecisionCounts:
 
 
 def tell(history: History, chosen: Mapping[int, Chain], console: Console, *, as_json: bool) -> int:
-    """Decides again and prints the comparison; returns the exit status."""
+    """Decides the chosen records again and prints the comparison; returns the exit status."""
     found = DecisionCounts()
     for fragment, chain in chosen.items():
         for decision in decide(history, fragment, chain):
@@ -111,7 +117,7 @@ def show_decision(decision: Decision, console: Console) -> None:
 
 
 def _parts(name: str, said: Any, found: Any) -> Iterator[tuple[str, str, str]]:
-    """Yields the smallest parts of a field that differ."""
+    """Yields (name, recorded, decided again) as text, for the smallest parts that differ."""
     if isinstance(said, wire.NestedRecord) and type(said) is type(found):
         for key in type(said).model_fields:
             yield from _parts(f"{name}.{key}", getattr(said, key), getattr(found, key))

@@ -1,4 +1,4 @@
-"""`diloco show --against`: lists two runs' differences, from settings to the first version."""
+"""`diloco show --against`: lists how two runs differ, from settings to the first version."""
 
 import asyncio
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ async def _diff(one: str, other: str) -> list[str]:
 
 
 def differences(one: History, other: History) -> Iterator[str]:
-    """Yields lines on the differences, causes before their consequences."""
+    """Yields lines on the differences: in settings, layout, releases, learners and versions."""
     settings = changes(one.settings, other.settings)
     yield from (f"setting {sentence}" for sentence in settings)
     if not settings:
@@ -91,7 +91,7 @@ def _view(at: tuple[int, wire.Record]) -> str:
 
 
 def _round(one: tuple[int, wire.Record], other: tuple[int, wire.Record]) -> Iterator[str]:
-    """Yields lines on the differences between two rounds of one version."""
+    """Yields lines on the rounds of two runs that made one version: inputs and close of each."""
     for which, (seq, record) in (("first", one), ("second", other)):
         inputs = ", ".join(
             f"{taken.learner} (norm {taken.norm:.4g}, loss {taken.loss:.4g}, stale "

@@ -1,4 +1,4 @@
-"""`diloco replay`: verifies a run's past, repeats its decisions, or changes its settings."""
+"""`diloco replay`: chooses and runs the mode: verify, decide, score, blame or what-if."""
 
 import asyncio
 import math
@@ -43,9 +43,11 @@ from diloco.show.page.html_page import check_name
 
 
 def run_replay(target: str, options: Options, console: Console | None = None) -> int:
-    """Runs the mode that the options ask for; returns the exit status.
+    """Runs the mode that the options ask for, and prints its result.
 
-    0 if everything equals the record, 1 if a part differs, 2 if a part could not be checked.
+    Returns:
+        The exit status: 0 if everything is as recorded, 1 if a part differs, 2 if a part could not
+        be checked.
 
     Raises:
         DilocoError: invalid options, or a run that cannot be read.
@@ -83,7 +85,8 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         context = opened.context
         with console.status("reading the tape ..."):
             until = await _until(context, options)
-            # Listed before the tape is read: objects unknown to the tape are newer then.
+            # The store is listed before the tape is read: a listed object that the tape does not
+            # name is then newer than the tape.
             listing = await read_listing(context)
             history = await read_history(context)
         check_readable(history)
@@ -145,7 +148,10 @@ async def _verify(
 
 
 async def _is_collected(context: RunContext, history: History, lost: Lost, window_s: float) -> bool:
-    """True if garbage collection may have removed a version since the tape was read or copied."""
+    """True if garbage collection may have removed the objects of a version that is lost.
+
+    Either the tape has been trimmed past its record by now, or the record is older than `window_s`.
+    """
     oldest = await first_message(context, names.record(context.run, lost.fragment))
     if lost.record_seq <= max(history.records[lost.fragment][0][0], oldest.seq):
         return True
@@ -155,7 +161,7 @@ async def _is_collected(context: RunContext, history: History, lost: Lost, windo
 async def _still_missing(
     context: RunContext, missing: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, int], ...]:
-    """Returns the missing objects that were neither made nor collected meanwhile."""
+    """Returns those (object, sequence) that are still missing, and not collected by now."""
     if not missing:
         return ()
     oldest: dict[int | None, int] = {}

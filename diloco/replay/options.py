@@ -101,11 +101,12 @@ class BundleOptions:
     """The options for the contents of a bundle.
 
     Attributes:
-        first: a version; each fragment begins at its newest stored state up to it. None: all.
-        until: versions or a time, as the command takes it; None: up to now.
+        first: a version; each fragment begins at the newest version up to it that is stored whole.
+            None: at the oldest on the tape.
+        until: a version, versions, a checkpoint, a time or an age, as text; None: up to now.
         redact: replace names by hashes.
         logs: files, or folders of them.
-        objects: include the objects; without, a reader needs the run's store.
+        objects: include the objects; without them, a reader needs the run's store.
         salvage: take the intact parts of a damaged file.
     """
 

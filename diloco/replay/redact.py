@@ -1,8 +1,9 @@
-"""Replaces the names of learners, machines and the run in everything that a bundle holds.
+"""Replaces the names of learners, machines and the run in everything that a bundle contains.
 
-The replacement is a hash under a discarded key, with the name's rank before it: decisions depend on
-the order of names. Records name each other by digests, which are recomputed; a chain that was
-broken stays broken.
+A name becomes a hash under a random key, which is discarded. The name's rank in alphabetical order
+stands before the hash, since decisions depend on the order of names. Each record has the digest of
+the one before it; the digests are recomputed. A record that did not match the one before it does
+not match in the redacted tape either.
 """
 
 import contextlib
@@ -19,30 +20,30 @@ from diloco.common.protocol.errors import DilocoError
 from diloco.common.storage.bus import Message
 from diloco.common.storage.tape import decode, record_digest
 
-# Fields that are a name, and fields that are a table or a list of names.
+# NAMES: fields whose value is a name. TABLES: fields with names as keys, or with a list of names.
 NAMES = frozenset({"run", "learner", "aggregator", "host", "by"})
 TABLES = frozenset({"positions", "quarantined"})
 # Settings that are tables by learners' names.
 BY_LEARNER = (("run", "tokens_per_step"), ("bounds", "learners"))
-# Fields with words of the protocol or digests, which are not names; a learner may be named so.
+# Fields with constants of the protocol or digests: they stay, even if a learner has such a name.
 WORDS = frozenset({
     "kind", "what", "codec", "attempt_id", "release", "lock", "base_digest", "layout", "previous",
     "view_digest", "outer_digest", "reason", "state",
 })  # fmt: skip
-# Values of name fields that name nobody.
+# Values of the fields NAMES that are not names of anyone.
 KEPT = frozenset({"operator", ""})
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 # Times of day look alike; `ipaddress` decides.
 MAYBE_IPV6 = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}(?:[0-9A-Fa-f.]+)?(?![\w:])")
 MAIL = re.compile(r"[\w.+%-]+@[\w-]+(?:\.[\w-]+)+")
-# The owner's name of a home folder; the path below it stays.
+# In the path of a home folder, its owner's name; the rest of the path stays.
 HOME = re.compile(r"(?<=/home/)[^/\s\"':,;)]+|(?<=/Users/)[^/\s\"':,;)]+")
-# Tasks of this package are no secret.
+# Tasks in modules of this package keep their names.
 OWN = "diloco."
 
 
 def names_in(payload: bytes) -> Iterator[str]:
-    """Yields every name in a message or an object whose payload can be decoded."""
+    """Yields every name in the payload of a message or an object that can be decoded."""
     yield from _names_of("", msgpack.unpackb(payload, max_ext_len=0))
 
 
@@ -53,7 +54,7 @@ def _section(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def task_of(settings: Mapping[str, Any]) -> str:
-    """Returns the function that builds a run's task, if it is the user's own; else ""."""
+    """Returns `task.build` of the settings; "" if the task is one of this package."""
     build = _section(settings, "task").get("build")
     return build if isinstance(build, str) and not build.startswith(OWN) else ""
 
@@ -75,7 +76,7 @@ def _names_of(key: str, value: Any) -> Iterator[str]:
 
 
 def _ref(name: str, data: bytes) -> dict[str, Any]:
-    """Returns the name, size and checksum of an object whose bytes have changed."""
+    """Returns an object's reference after a change of its bytes: new name, size and checksum."""
     return {
         "name": f"{name.rpartition('-')[0]}-{shards.digest(data)}",
         "size_bytes": len(data),
@@ -84,7 +85,7 @@ def _ref(name: str, data: bytes) -> dict[str, Any]:
 
 
 class Redactor:
-    """Replaces names in messages, objects and logs.
+    """Replaces names in messages, objects and logs; each name always has the same replacement.
 
     Args:
         run: the run's name.
@@ -124,11 +125,11 @@ class Redactor:
         return self._names.get(name, name)
 
     def _somebody(self, name: str) -> str:
-        """Works as `name`, for a field that is always a name: an unknown one is replaced, too."""
+        """Returns the replacement of a name; an unknown one is replaced by a hash too."""
         return name if name in KEPT else self._names.get(name) or self._hash("n", name)
 
     def text(self, text: str) -> str:
-        """Returns a text for people without names, addresses, mail addresses and home folders."""
+        """Returns a text with names, addresses, mail addresses and owners of homes replaced."""
         text = MAIL.sub(lambda found: self._hash("mail", found[0]), text)
         text = HOME.sub(lambda found: self._hash("home", found[0]), text)
         text = self._pattern.sub(lambda found: self._words[found[0]], text)
@@ -146,11 +147,15 @@ class Redactor:
         return separator.join(self.name(token) for token in name.split(separator))
 
     def message(self, message: Message, record: bytes | None = None) -> tuple[Message, bytes]:
-        """Redacts a message of the tape, and the record that it points to, if it does.
+        """Redacts a message of the tape, and the record that it points to.
 
         Args:
             message: the original.
-            record: the body of a record that is an object.
+            record: the encoded record, if the message only points to an object with it.
+
+        Returns: The redacted message, and the redacted record (empty without `record`). If the
+            message cannot be decoded, its payload becomes `b"redacted"`, since it may contain any
+            name.
         """
         subject = self._subject(message.subject)
         try:
@@ -187,19 +192,22 @@ class Redactor:
         return packed
 
     def _pointer(self, payload: bytes, body: bytes) -> bytes:
-        """Returns the message that points to a record, with the record's new digest."""
+        """Returns the payload of a message that points to a record, for the record's new bytes."""
         fields = self._map(msgpack.unpackb(payload, max_ext_len=0))
         fields["body"] = _ref(fields["body"]["name"], body)
         return bytes(msgpack.packb(fields))
 
     def positions(self, name: str, data: bytes) -> tuple[str, bytes]:
-        """Redacts the object with data positions; call this before redacting the specification."""
+        """Redacts the object with data positions: returns its new name and bytes.
+
+        Call this before the specification, which names that object, is redacted.
+        """
         body = self._body(data)
         self._refs[name] = _ref(self.path(name), body)
         return str(self._refs[name]["name"]), body
 
     def object(self, name: str, data: bytes) -> tuple[str, bytes]:
-        """Redacts an object: only scores and checkpoints contain names."""
+        """Redacts an object: returns its new name and bytes; only scores and checkpoints change."""
         if name.startswith(names.scores_prefix(self.run)):
             body = self._body(data)
             stem = self.path(name).rpartition("-")[0]

@@ -1,10 +1,11 @@
-"""Decides a run again under other rules: the machine in virtual time, over a real tape.
+"""Decides a run again under other rules: the aggregator's state machine in virtual time.
 
-The updates and their times are those of the tape: learners do not react. Two things that depend on
-the machine's own answers are carried over: an update's base becomes the version that was newest
-when the recorded base was made, and a learner announces an update once its last is resolved.
+The updates and their times are those of the run's tape: learners do not react. Two things depend on
+the machine's own decisions, and are adapted: an update's base becomes the version of this rerun
+that was newest when the recorded base was made; and a learner announces an update only once the one
+before it has a verdict.
 
-Pure: times come from the tape.
+The functions are pure: times come from the tape.
 """
 
 import heapq
@@ -22,9 +23,11 @@ from diloco.common.protocol import wire
 
 
 class ShardCheck(NamedTuple):
-    """The time at which the recorded run read an update's shards, and their norm.
+    """The result of reading an update's shards in the recorded run.
 
-    `norm` is None if the shards did not match the manifest.
+    Attributes:
+        at_s: when they had been read, in seconds since the epoch.
+        norm: the update's norm; None if the shards did not match the manifest.
     """
 
     at_s: float
@@ -32,7 +35,13 @@ class ShardCheck(NamedTuple):
 
 
 class RemadeVersion(NamedTuple):
-    """A version under the other rules: its inputs, its share of the fleet, and when it closed."""
+    """A version under the other rules.
+
+    Attributes:
+        at_s: when its round closed, in virtual seconds since the epoch.
+        commit: the machine's decision, with the admitted updates.
+        settings_seq: stream sequence of the settings in force; 0: the specification's.
+    """
 
     at_s: float
     commit: Commit
@@ -40,7 +49,7 @@ class RemadeVersion(NamedTuple):
 
 
 class RecordCommitted(NamedTuple):
-    """Event: the record being stored is on the tape."""
+    """The event that the record which is being stored is on the tape."""
 
     record_seq: int
 
@@ -50,23 +59,24 @@ def redecide(
     tape: Iterable[TapeEvent],
     rules_at: Callable[[int], FragmentRules],
 ) -> list[RemadeVersion]:
-    """Returns the versions of a fragment under other rules.
+    """Returns the versions that a fragment would have had under other rules, in order.
 
     Args:
-        chain: the fragment's (sequence, record) pairs; it begins at the first.
-        tape: its events.
-        rules_at: returns the rules that a settings message puts in force, by its sequence.
+        chain: the fragment's (stream sequence, record); the rerun begins from the first record.
+        tape: the tape's events for the fragment, in order.
+        rules_at: returns the rules that the settings message at a stream sequence puts in force;
+            for 0 those of the specification.
     """
     return _Rerun(chain, tape, rules_at).run()
 
 
 def _digest(version: int) -> str:
-    """Returns a stand-in for the digest of a version's view."""
+    """Returns a made-up digest for the view of a version, which no rerun computes."""
     return f"{version:032x}"
 
 
 class _Rerun:
-    """One fragment's machine, and its future events."""
+    """One fragment's state machine, and its future events."""
 
     def __init__(
         self,
@@ -85,7 +95,7 @@ class _Rerun:
         self._first_version = first.version
         self._now_s = began_s
         self._made: list[RemadeVersion] = []
-        # When each version was made: in the recorded run, and in this rerun.
+        # When each version was made, in the recorded run (`_was`) and in this rerun (`_stood`).
         self._was = {record.version: record.closed_at_s for record in (first, *records)}
         self._stood = [(began_s, first.version)]
         self._seen = _seen(records)
@@ -105,7 +115,7 @@ class _Rerun:
                     self._expect(told.at_s, events.Liveness(told.at_s, *about))
 
     def run(self) -> list[RemadeVersion]:
-        """Runs all events, and the timers due after the last."""
+        """Processes all events, and the timers due after the last; returns the versions made."""
         while self._coming or self._due_s() is not None:
             at_s = self._coming[0][0] if self._coming else float("inf")
             due_s = self._due_s()
@@ -145,7 +155,7 @@ class _Rerun:
             self._step(event)
 
     def _roll_back(self, record: wire.Record) -> None:
-        """Rolls back as an operator did; the round's merged updates are read and judged again."""
+        """Rolls back as an operator did in the run; the round's merged updates wait again."""
         version = self.state.version + 1
         self._stood.append((self._now_s, version))
         again = awaiting(self.state)._replace(
@@ -171,7 +181,7 @@ class _Rerun:
         self._step(event._replace(stored_at_s=self._now_s, manifest=moved))
 
     def _is_waiting(self, manifest: wire.Manifest) -> bool:
-        """True if an earlier update of the same learner has no answer yet."""
+        """True if an earlier update of the same learner's life has no verdict yet."""
         taken = [update.manifest for update in self.state.admitted]
         taken += [pending.manifest for pending in self.state.pending.values()]
         return any(
@@ -190,7 +200,7 @@ class _Rerun:
     def _step(self, event: events.Event) -> None:
         before, seen_seq = self.state, self.state.seen_seq
         if isinstance(event, events.FromTape):
-            # A held update comes after messages that follow it on the tape.
+            # An update that was held back comes after messages that follow it on the tape.
             before = before._replace(seen_seq=min(seen_seq, event.stream_seq - 1))
         after, effects = machine.step_at(self._rules, before, event, self._now_s)
         self.state = after._replace(seen_seq=max(seen_seq, after.seen_seq))
@@ -248,7 +258,7 @@ def _seen(records: Iterable[wire.Record]) -> dict[UpdateId, ShardCheck]:
 
 
 def _quickest_fetch(records: Iterable[wire.Record], tape: Iterable[TapeEvent]) -> float:
-    """Returns the least seconds from a manifest to its shards, without other delays."""
+    """Returns the least seconds from the storing of a manifest to the reading of its shards."""
     seen = _seen(records)
     took_s = [
         seen[update].at_s - event.stored_at_s

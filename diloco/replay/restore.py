@@ -1,4 +1,4 @@
-"""`diloco restore`: puts a bundle's tape and objects back on a server; or its logs in a folder."""
+"""`diloco restore`: puts a bundle's tape and objects on a server, or its logs into a folder."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,18 @@ from diloco.operate.make_streams import make_streams, tape_limits
 from diloco.run.cli.opening import placed
 from diloco.run.cli.screen import say, working
 
-# The most messages that a tape may lack, trimmed by garbage collection: an hour of filling gaps.
+# The most messages that a tape may lack between its first and last. Each is filled in and deleted
+# on the server, which takes about an hour for so many.
 MOST_MISSING = 100_000_000
 
 
 def run_restore(path: Path, config: Path | None, *, objects: bool) -> None:
-    """Puts a bundle's tape on a server that does not have the run; with `objects`, its objects too.
+    """Puts a bundle's tape on a server that does not have the run.
+
+    Args:
+        path: the bundle.
+        config: TOML file that names server and store; None: those of command line and environment.
+        objects: also put the bundle's objects into the store.
 
     Raises:
         DilocoError: the file is not a whole bundle, or the server has the run already.
@@ -40,10 +46,10 @@ def run_restore(path: Path, config: Path | None, *, objects: bool) -> None:
 
 
 def _check_gaps(bundle: Bundle) -> None:
-    """Refuses a tape that lacks most messages, since each gap must be filled and deleted.
+    """Refuses a tape with more than `MOST_MISSING` missing messages.
 
     Raises:
-        IntegrityError: it lacks too many.
+        IntegrityError: it has more.
     """
     seqs = bundle.tape.seqs
     missing = seqs[-1] - seqs[0] + 1 - len(seqs) if seqs else 0
@@ -89,7 +95,7 @@ def put_objects(bundle: Bundle, store: ObjectStore) -> None:
 
 
 def run_unpack(path: Path, folder: Path) -> None:
-    """Writes the logs and notes of a bundle into a new folder.
+    """Writes the files of a bundle (logs, notes, list of packages) into a new folder.
 
     Raises:
         ConfigError: the folder exists.

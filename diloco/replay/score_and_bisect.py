@@ -1,7 +1,7 @@
 """`diloco replay --score` and `--bisect`: the held-out loss of a run's versions, and where it rose.
 
-A moment is the model after one record: the newest version of every fragment by then. Scores are
-stored beside the run, and none is computed twice.
+A *moment* is the model after a record that made a version: each fragment's newest version by then.
+Scores are stored in the run's store, and none is computed twice.
 """
 
 from bisect import bisect_left
@@ -38,7 +38,13 @@ RISES = 5
 
 
 class Moment(NamedTuple):
-    """The model after a record that made a version, as figures."""
+    """The model after a record that made a version.
+
+    Attributes:
+        fragment, version, record_seq, global_step: of that record; `record_seq` is its sequence.
+        at_s: when its round closed, in seconds since the epoch.
+        stored: whether the record names a view of its own version.
+    """
 
     fragment: int
     version: int
@@ -52,7 +58,11 @@ Moments = TupleColumns[Moment]
 
 
 class Rise(NamedTuple):
-    """A rise of the loss from one scored moment to the next; the indices of both."""
+    """A rise of the loss, by `by`, between two scored moments in a row.
+
+    Attributes:
+        before, after: the indices of the two moments.
+    """
 
     by: float
     before: int
@@ -60,10 +70,10 @@ class Rise(NamedTuple):
 
 
 class Scored:
-    """The losses of the scored moments, in order of time.
+    """The losses of a run's moments, as far as they are scored.
 
     Args:
-        moments: the run's moments.
+        moments: the run's moments, in order of time.
     """
 
     def __init__(self, moments: Moments) -> None:
@@ -72,7 +82,7 @@ class Scored:
         self._has = np.zeros(len(moments), bool)
 
     def put(self, index: int, loss: float) -> None:
-        """Stores the loss of a moment."""
+        """Stores the loss of the moment at an index."""
         self._losses[index], self._has[index] = loss, True
 
     @property
@@ -82,17 +92,20 @@ class Scored:
 
     @property
     def losses(self) -> npt.NDArray[np.float64]:
-        """The losses of the scored moments."""
+        """The losses of the scored moments, in order of `indices`."""
         found: npt.NDArray[np.float64] = self._losses[self._has]
         return found
 
     def points(self) -> Iterator[tuple[int, Moment, float]]:
-        """Yields (index, moment, loss), in order."""
+        """Yields (index, moment, loss) of the scored moments, in order."""
         for index in self.indices.tolist():
             yield index, self.moments[index], float(self._losses[index])
 
     def rises(self, count: int) -> list[Rise]:
-        """Returns the largest rises between neighbours, in order; a rise to NaN is infinite."""
+        """Returns the `count` largest changes between scored moments in a row, the largest first.
+
+        They may be falls. A change to NaN counts as an infinite rise.
+        """
         indices, losses = self.indices, self.losses
         with np.errstate(invalid="ignore"):
             by = np.diff(losses)
@@ -105,7 +118,7 @@ class Scored:
 
 
 def moments(chains: Mapping[int, Chain]) -> Moments:
-    """Returns every model of a run, from the time when all its fragments had a version."""
+    """Returns every moment of a run, from when all its fragments had a version."""
     return Moments(Moment, _moments(chains))
 
 
@@ -123,7 +136,7 @@ def _moments(chains: Mapping[int, Chain]) -> Iterator[Moment]:
 
 
 def models(chains: Mapping[int, Chain]) -> Iterator[list[tuple[int, wire.Record]]]:
-    """Yields for every moment, in order, the (sequence, record) of each fragment's version."""
+    """Yields, for every moment in order, each fragment's version as (stream sequence, record)."""
     newest: dict[int, tuple[int, wire.Record]] = {}
     for seq, record in in_order(chains.values()):
         if record.what != "verdict":
@@ -133,19 +146,25 @@ def models(chains: Mapping[int, Chain]) -> Iterator[list[tuple[int, wire.Record]
 
 
 def model_at(chains: Mapping[int, Chain], moment: Moment) -> list[tuple[int, wire.Record]]:
-    """Works as `models`, for one moment."""
+    """Returns, for one moment, each fragment's version as (stream sequence, record)."""
     return [_newest(chains[fragment], moment.record_seq) for fragment in sorted(chains)]
 
 
 def _newest(chain: Chain, seq: int) -> tuple[int, wire.Record]:
-    """Returns the last version of a fragment up to a sequence."""
+    """Returns a fragment's last version up to stream sequence `seq`, as (sequence, record)."""
     earlier = up_to(chain, seq)
     return next(at for at in (earlier[i] for i in range(len(earlier) - 1, -1, -1))
                 if at[1].what != "verdict")  # fmt: skip
 
 
 class _Scores:
-    """Scores moments, or reads their stored scores; a moment with missing objects has none."""
+    """Scores models, or takes their stored scores.
+
+    Attributes:
+        gone: number of models without a score, as objects are missing.
+        damaged: number of models without a score, as objects do not match their records.
+        believed: number of scores that were stored before.
+    """
 
     def __init__(
         self, context: RunContext, scorer: Scorer, kept: Mapping[tuple[int, ...], float]
@@ -157,7 +176,7 @@ class _Scores:
         self.gone = self.damaged = self.believed = 0
 
     async def of(self, at: Sequence[tuple[int, wire.Record]]) -> float | None:
-        """Returns the held-out loss of a model."""
+        """Returns the held-out loss of a model, as `models` yields it; None if it has no score."""
         seqs, records = [seq for seq, _ in at], [record for _, record in at]
         if (known := self._kept.get(tuple(seqs))) is not None:
             self.believed += 1
@@ -185,7 +204,7 @@ async def run_score(
     options: Options,
     console: Console,
 ) -> int:
-    """Scores the run's models and prints the result; returns the exit status.
+    """Scores the run's moments and prints the result; returns the exit status, 0.
 
     Raises:
         ConfigError: there is nothing to score.
@@ -220,7 +239,9 @@ async def run_score(
 async def score_all(
     context: RunContext, scorer: Scorer, chains: Mapping[int, Chain]
 ) -> dict[int, float]:
-    """Returns the loss at every moment, by the sequence of its record; stores new scores.
+    """Returns the loss at every moment that can be scored, by the stream sequence of its record.
+
+    New scores are stored.
 
     Raises:
         StoreError: the store is unreachable.
@@ -244,7 +265,7 @@ async def _all(chains: Mapping[int, Chain], every: Moments, scores: _Scores, hea
 async def _bisected(
     chains: Mapping[int, Chain], every: Moments, scores: _Scores, hear: Hear
 ) -> Scored:
-    """Scores moments with stored states first; then halves the largest rise, down to one round."""
+    """Scores moments with stored views first, then halves the largest rise down to one round."""
     found = Scored(every)
     wanted = sorted({*np.flatnonzero(every.column("stored")).tolist(), 0, len(every) - 1})
     for done, index in enumerate(wanted):
@@ -265,14 +286,14 @@ async def _bisected(
 
 
 def learners_of(history: History, moment: Moment) -> list[str]:
-    """Returns the learners merged by the round that made a moment."""
+    """Returns the learners whose updates the round of a moment merged."""
     chain = history.records[moment.fragment]
     index = bisect_left(chain, moment.record_seq, key=itemgetter(0))
     return [taken.learner for taken in chain[index][1].inputs]
 
 
 def sentences(history: History, found: Scored, gone: int, damaged: int) -> list[str]:
-    """Returns sentences on the largest rises of the loss, with their rounds."""
+    """Returns sentences on the largest rises of the loss, and on models without a score."""
     told = []
     for rise, before, after in found.rises(RISES):
         if rise <= 0:
@@ -295,7 +316,7 @@ def sentences(history: History, found: Scored, gone: int, damaged: int) -> list[
 
 
 def table(found: Scored) -> Table:
-    """Returns a table of about 20 scores over the run, and of the largest rise of the loss."""
+    """Returns a table of about 20 scores over the run, and of the two at the largest rise."""
     indices = found.indices.tolist()
     kept = {indices[0], indices[-1], *indices[:: 1 + len(indices) // 20]}
     for rise, before, after in found.rises(1):
@@ -310,7 +331,7 @@ def table(found: Scored) -> Table:
 
 
 def came_along(count: int) -> str:
-    """Returns a sentence on losses that came with a file, from its maker."""
+    """Returns the sentence that `count` losses were in the bundle, and were not computed again."""
     return (
         f"{count} of the losses came with the file: nothing here has made them again "
         "(diloco evaluate RUN --version VERSION does)"
@@ -318,7 +339,7 @@ def came_along(count: int) -> str:
 
 
 def tell_json(history: History, found: Scored, kept: int) -> None:
-    """Prints every score, the number of scores kept before, and the largest rises, as JSON."""
+    """Prints every score, how many were stored before (`kept`), and the largest rises, as JSON."""
     points = [
         {
             **{key: value for key, value in moment._asdict().items() if key != "stored"},
@@ -337,7 +358,7 @@ def tell_json(history: History, found: Scored, kept: int) -> None:
 
 
 def draw(run: str, found: Scored, path: Path) -> None:
-    """Draws the held-out loss over the run's clock, as a page.
+    """Writes a page with the held-out loss over the global step.
 
     Raises:
         ConfigError: the page cannot be written.

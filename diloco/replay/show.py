@@ -1,7 +1,6 @@
-"""`diloco show`: prints one message, version, update or object of a run, with all related ones.
+"""`diloco show`: prints one message, version, update or object of a run, and what belongs to it.
 
-Anything at hand leads to the rest: a line of a log, a sequence of the tape, a version, an update or
-the name of an object.
+WHAT on the command line names it in one of several forms (see `HINT`), such as a line of a log.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import say_plainly
 from diloco.run.history import History, Sent, answered, identity, read_history, resolves
 
-# The most bytes of a round's updates whose tensors are compared.
+# Updates of a round are compared tensor by tensor if they have at most this many bytes.
 MEMORY_BYTES = 512 << 20
 OBSERVATIONS = 40
 _VERSION = re.compile(r"(\d+)@(\d+)")
@@ -42,14 +41,14 @@ HINT = (
 
 @dataclass(frozen=True)
 class Selection:
-    """The selected messages: one by its sequence, or an update in some fragments."""
+    """What WHAT names: messages by their stream sequence, or an update in each of its fragments."""
 
     seqs: tuple[int, ...] = ()
     updates: tuple[Sent, ...] = ()
 
 
 def run_show(target: str, what: str) -> None:
-    """Prints the round, update or object that WHAT names.
+    """Prints the message, round, update or object that WHAT names.
 
     Raises:
         ConfigError: the run has nothing of that name.
@@ -66,7 +65,7 @@ async def _show(target: str, what: str) -> list[str]:
 
 
 def find(history: History, what: str) -> Selection:
-    """Finds the messages that WHAT names.
+    """Finds what WHAT names.
 
     Raises:
         ConfigError: the run has nothing of that name.
@@ -151,7 +150,7 @@ def tell(history: History, found: Selection) -> Iterator[str]:
 
 
 def record_at(history: History, seq: int) -> wire.Record | None:
-    """Returns the record at a sequence of the tape, or None."""
+    """Returns the record at a stream sequence; None if the message there is no readable record."""
     for chain in history.records.values():
         for at, record in chain:
             if at == seq:
@@ -164,7 +163,7 @@ def _clock(at_s: float) -> str:
 
 
 def update_name(update: wire.Input | wire.Rejected | Sent | Effect) -> str:
-    """Returns an update's name, as `diloco show` takes it."""
+    """Returns an update's name, LEARNER:INCARNATION-SEQ."""
     return f"{update.learner}:{update.incarnation}-{update.seq}"
 
 
@@ -185,7 +184,7 @@ def _tell_message(history: History, seq: int) -> Iterator[str]:
 
 
 def tell_record(history: History, seq: int, record: wire.Record) -> Iterator[str]:
-    """Yields lines on a round, in order of events."""
+    """Yields lines on a record and its round, in order of events."""
     began_s = record.opened_at_s
 
     def since(at_s: float) -> str:
@@ -221,7 +220,7 @@ def tell_record(history: History, seq: int, record: wire.Record) -> Iterator[str
 
 
 def _momentum(history: History, record: wire.Record) -> str:
-    """Returns the momentum as text: plain SGD has none, whatever `outer.momentum` is."""
+    """Returns the record's momentum as text; plain SGD has none, whatever `outer.momentum` is."""
     settings = history.settings_of(record)
     plain = settings is not None and settings.outer.optimizer == "sgd"
     return "no momentum (plain SGD)" if plain else f"momentum {record.momentum:g}"
@@ -249,7 +248,7 @@ def _merged_line(
 
 
 def _not_merged(history: History, seq: int, record: wire.Record) -> Iterator[str]:
-    """Yields lines on updates that this record rejects, or leaves without an answer."""
+    """Yields lines on updates that the record at `seq` rejects, or leaves without a verdict."""
     for refused in record.rejected:
         yield f"  refused {update_name(refused)} (message {refused.stream_seq}): {refused.reason}"
         yield f"    {refused.detail}"
@@ -279,7 +278,7 @@ def _observed(record: wire.Record, began_s: float) -> Iterator[str]:
 
 
 def _by_tensor(history: History, record: wire.Record) -> Iterator[str]:
-    """Yields lines with each update's norms by tensor, and its cosines to the others' sum."""
+    """Yields lines with each update's norm by tensor, and its cosine to the sum of the others."""
     fragment = history.layout.fragments[record.fragment]
     if not record.inputs:
         return
@@ -329,7 +328,7 @@ def _objects(record: wire.Record) -> Iterator[str]:
 
 
 def tell_update(history: History, update: Sent) -> Iterator[str]:
-    """Yields lines on an update, from its announcement to its answer."""
+    """Yields lines on an update, from its announcement to its verdict."""
     yield f"update {update_name(update)} of fragment {update.fragment}"
     for seq, manifest in history.announced(update.fragment):
         if identity(manifest) == update:
