@@ -1,1 +1,1 @@
-"""An operator's commands on a run: create, change, collect garbage, install units."""
+"""An operator's commands on a run: create, change, delete, collect garbage, install units."""

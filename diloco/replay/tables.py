@@ -1,4 +1,4 @@
-"""`diloco.open`: a run's past in Python, as tables and arrays, computed as by the commands.
+"""`diloco.open`: a run's past in Python, as tables and arrays, with the results of the commands.
 
 Rows are made while the tape is read, so that a table takes only the memory of its columns.
 """
@@ -37,7 +37,8 @@ Arrays = dict[str, np.ndarray]
 Rows = Iterator[dict[str, Any]]
 # The number of rows that are converted to columns at once.
 BATCH = 10_000
-# Columns of an update: from its manifest, and from its answer.
+# Columns of an update: from its manifest (ANNOUNCED), and from the record with its verdict
+# (UNANSWERED: null without a verdict).
 ANNOUNCED = (
     "learner", "incarnation", "seq", "fragment", "base_version", "tokens", "steps", "position",
     "local_step", "loss", "step_time_s", "encode_s", "upload_s",
@@ -49,7 +50,12 @@ UNANSWERED = dict.fromkeys(
 
 
 class Update(NamedTuple):
-    """A merged update: the figures of its record, and its outer gradient by tensor."""
+    """A merged update.
+
+    Attributes:
+        said: its entry in the record that merged it.
+        gradient: its outer gradient, decoded, by tensor.
+    """
 
     said: wire.Input
     gradient: Arrays
@@ -63,7 +69,8 @@ class VersionStep:
         before, after: values of the fragment by tensor; the key of a part of a tensor is
             `name[start:stop]`.
         updates: in the order in which they were merged.
-        again: merges the round again in this process, for a debugger; returns the parameters.
+        again: a function that merges the round again in this process, for a debugger, and returns
+            the parameters after it.
     """
 
     record: wire.Record
@@ -75,7 +82,7 @@ class VersionStep:
 
 
 class Past:
-    """A run's past; the end of a `with` block, or `close`, closes its bus, store and file.
+    """A run's past. Close it by `close`, or as a context manager.
 
     Args:
         run: RUN, as commands take it, or a bundle.
@@ -99,7 +106,7 @@ class Past:
         atexit.register(self.close)
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on another thread's loop, since notebooks have a loop on this one."""
+        """Runs a coroutine on a loop of another thread, since notebooks have a loop on this one."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def __enter__(self) -> Self:
@@ -126,15 +133,15 @@ class Past:
         return self._call(read_history(self._context))
 
     def now(self) -> RunStatus:
-        """Returns the run's status from its whole tape: learners, fragments, findings."""
+        """Returns the run's present status, from its whole tape: learners, fragments, findings."""
         return self._call(Watch(self._context).begin(1))
 
     def updates(self) -> "pa.Table":
-        """Returns a table of all announced updates, with their answers."""
+        """Returns a table of all announced updates, each with its verdict."""
         return _table(_updates(self.history))
 
     def rounds(self) -> "pa.Table":
-        """Returns a table of all records: rounds with their times, and verdicts."""
+        """Returns a table of all records: of rounds with their times, and of verdicts alone."""
         return _table(_rounds(self.history))
 
     def versions(self) -> "pa.Table":
@@ -142,7 +149,10 @@ class Past:
         return _table(_versions(self.history))
 
     def scores(self, *, make: bool = False) -> "pa.Table":
-        """Returns a table of the stored held-out losses; with `make`, of every version.
+        """Returns a table of the stored held-out losses.
+
+        Args:
+            make: compute and store the loss of every other version too.
 
         Raises:
             DilocoError: the task cannot be built.
@@ -159,10 +169,10 @@ class Past:
         return await score_and_bisect.score_all(context, await Scorer.of_run(context), chosen)
 
     def step(self, version: str) -> VersionStep:
-        """Returns a version of a fragment, such as "0@12", with its arrays.
+        """Returns a version of a fragment with its arrays; `version` is such as "0@12".
 
         Raises:
-            ConfigError: the tape has no such version, or none before it.
+            ConfigError: the tape has no such version, or it was not merged from updates.
             DilocoError: an object of it is missing or damaged.
         """
         history = self.history
@@ -194,7 +204,7 @@ def open(run: str | Path) -> Past:  # noqa: A001 - `diloco.open`, as `tarfile.op
 
 
 def by_tensor(history: History, fragment: int, vector: np.ndarray) -> Arrays:
-    """Returns a fragment's vector divided into its tensors."""
+    """Returns a fragment's vector divided into arrays, by tensor; `name[start:stop]` for a part."""
     pieces = history.layout.fragments[fragment].pieces
     shapes = {tensor.name: tensor.shape for tensor in history.layout.tensors}
     return {_name(piece, shapes): piece_values(piece, vector).copy() for piece in pieces}
@@ -207,7 +217,7 @@ def _name(piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _again(history: History, seq: int, record: wire.Record) -> np.ndarray:
-    """Recomputes the view after a round, from the newest stored state before it.
+    """Recomputes the view after a round, from the newest state before it that is stored.
 
     Raises:
         ConfigError: no state is stored.
@@ -225,7 +235,7 @@ def _again(history: History, seq: int, record: wire.Record) -> np.ndarray:
 
 
 def _table(rows: Iterable[dict[str, Any]]) -> "pa.Table":
-    """Returns rows as a table.
+    """Returns rows as a table; columns are in the order of the first row's keys.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -266,7 +276,10 @@ def _updates(history: History) -> Rows:
 
 
 def _answer(seq: int, record: wire.Record, place: int) -> dict[str, Any]:
-    """Returns the columns for an update's answer; columns of the other kind of answer are null."""
+    """Returns the columns of the verdict that a record gives on its update at index `place`.
+
+    Columns that apply only to the other verdict are null.
+    """
     taken = resolves(record)[place]
     found = {name: getattr(taken, name, None) for name in UNANSWERED}
     fate = "merged" if isinstance(taken, wire.Input) else "rejected"

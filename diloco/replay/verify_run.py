@@ -1,10 +1,10 @@
 """`diloco replay`: recomputes every version of a run, and compares digests bit for bit.
 
-`diloco/judge/remake_and_compare.py` makes and compares each version; this file walks the run.
-
-It begins at a version whose view and outer state are stored, and makes the following versions from
-their recorded inputs, with the code that made them. After a difference, or a gap, it continues at
-the next stored state. A file can hold the progress, from which a later call resumes.
+`diloco/judge/remake_and_compare.py` makes and compares each version; this file passes through the
+run. It begins at a version whose view and outer state are stored (a *stored state*), and makes the
+following versions from their recorded inputs, with the code that made them. After a difference, or
+a gap, it continues at the next stored state. A file can keep the progress, from which a later call
+resumes.
 """
 
 import itertools
@@ -23,13 +23,13 @@ from diloco.judge.remake_and_compare import FragmentRemaker, Progress, is_stored
 from diloco.replay.coverage import Versions
 from diloco.run.history import Chain, History, up_to
 
-# The threads that read ahead, and the number of records by which they are ahead.
+# Objects are read in advance by READERS threads, for the next AHEAD records.
 READERS = 4
 AHEAD = 4
 
 
 class Difference(NamedTuple):
-    """A record that differs from its recomputed version."""
+    """A record that its recomputed version does not match; `what` says how, as a sentence."""
 
     fragment: int
     record_seq: int
@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A version that cannot be recomputed, and why."""
+    """A version that cannot be recomputed since an object is missing; `why` is a sentence."""
 
     fragment: int
     record_seq: int
@@ -52,9 +52,10 @@ class Verified:
 
     Attributes:
         records: number of records checked.
-        versions: counts of the versions by result.
+        versions: counts of the versions by result, but for those in `lost`.
+        differences: the records that do not match.
         lost: versions that could not be recomputed because an object is missing.
-        views: by fragment, the view after its last record; without those that were not reached.
+        views: by fragment, the view after its last record; without fragments not recomputed so far.
     """
 
     records: int = 0
@@ -64,13 +65,13 @@ class Verified:
     views: dict[int, Vector] = field(default_factory=dict)
 
     def unbroken(self, fragment: int) -> bool:
-        """True if all versions of a fragment that were recomputed so far equal their records."""
+        """True if no version of a fragment differed from its record or was lost so far."""
         broken = {one.fragment for one in self.differences}
         return fragment not in broken | {one.fragment for one in self.lost}
 
 
 class VerifyProgress:
-    """The progress of earlier calls: each fragment's last record with a stored state.
+    """The progress of earlier calls: by fragment, the stored state up to which all is verified.
 
     Args:
         path: the file, which need not exist yet; None to store nothing.
@@ -101,7 +102,7 @@ class VerifyProgress:
             raise ConfigError(f"{str(path)!r} is about {of}, not {self._of}")
 
     def begin(self, fragment: int, chain: Chain) -> int:
-        """Returns the index of the record to begin at."""
+        """Returns the index in `chain` of the record at which verifying begins."""
         if fragment not in self._reached:
             return 0
         seq, digest = self._reached[fragment]
@@ -111,7 +112,7 @@ class VerifyProgress:
         return 0
 
     def note(self, fragment: int, seq: int, record: wire.Record) -> None:
-        """Notes that all versions up to a record with a stored state equal their records."""
+        """Notes, in the file too, that all is verified up to a record with a stored state."""
         self._reached[fragment] = (seq, record.outer_digest)
         if self._path is not None:
             partial = self._path.with_name(f"{self._path.name}.partial")
@@ -126,12 +127,13 @@ def chains(
 
     Args:
         history: the tape.
-        fragments: indexes of the fragments to check.
-        first: a version; the newest one before it with a stored state comes first. None: all.
-        until: by fragment, the sequence of the last record; fragments without one go to their end.
+        fragments: indices of the fragments to check.
+        first: a version; records begin at the newest stored state up to it. None: all.
+        until: by fragment, the stream sequence of the last record; fragments without one go to
+            their end.
 
     Raises:
-        ConfigError: no state is stored that early.
+        ConfigError: no state is stored up to `first`.
     """
     found = {}
     for fragment in fragments:
@@ -166,7 +168,7 @@ def verify(
         history: the tape.
         chosen: the result of `chains`.
         memory: the progress of earlier calls.
-        progress: takes the number of records done, and of all.
+        progress: called with the number of records done, and of all.
         keep_views: return each fragment's last view.
 
     Raises:
@@ -194,12 +196,12 @@ def verify(
 
 
 def _is_version(record: wire.Record) -> bool:
-    """True if a record made a version: only these are counted."""
+    """True if a record made a version; records of verdicts alone are not counted."""
     return record.what != "verdict"
 
 
 def _take(found: Verified, remaker: FragmentRemaker, seq: int, record: wire.Record) -> None:
-    """Recomputes the next record's version if possible, and counts the result."""
+    """Recomputes the next record's version if possible, and counts the result in `found`."""
     began, versions = remaker.arrays is not None, found.versions
     found.records += 1
     try:
@@ -224,7 +226,7 @@ def _take(found: Verified, remaker: FragmentRemaker, seq: int, record: wire.Reco
 
 
 def _announced(ahead: "_ReadAhead", chain: Chain) -> Iterator[tuple[int, wire.Record]]:
-    """Yields the chain's records, while the next ones' objects are being read."""
+    """Yields the chain's records, while objects of the following ones are read in advance."""
     coming = iter(chain)
     near = list(itertools.islice(coming, AHEAD))
     for _, record in near:
@@ -247,7 +249,7 @@ def _read_names(record: wire.Record) -> Iterator[str]:
 
 
 class _ReadAhead:
-    """A store whose next objects are read in advance by other threads."""
+    """A store that reads announced objects in advance, on other threads."""
 
     def __init__(self, store: ObjectStore, pool: ThreadPoolExecutor) -> None:
         self._store = store
@@ -257,7 +259,7 @@ class _ReadAhead:
         self.get_range, self.delete = store.get_range, store.delete
 
     def expect(self, names: Iterable[str]) -> None:
-        """Begins to read objects that will be needed."""
+        """Begins to read objects; `get` then returns them."""
         for name in names:
             if name not in self._coming:
                 self._coming[name] = self._pool.submit(self._store.get, name)
@@ -265,7 +267,7 @@ class _ReadAhead:
     def get(
         self, name: str, limit_bytes: int | None = None, within_s: float | None = None
     ) -> bytes:
-        """Works as `ObjectStore.get`."""
+        """Returns an object, as `ObjectStore.get`; waits for it if it is being read already."""
         coming = self._coming.pop(name, None)
         if coming is None:
             return self._store.get(name, limit_bytes, within_s)
@@ -274,7 +276,7 @@ class _ReadAhead:
         return data
 
     def forget(self) -> None:
-        """Cancels the reads in advance."""
+        """Cancels the reads whose objects nobody has asked for."""
         for coming in self._coming.values():
             coming.cancel()
         self._coming = {}

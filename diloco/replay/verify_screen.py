@@ -19,7 +19,7 @@ _WORDS = {"verified": "bit for bit", "incomplete": "incomplete", "wrong": "diffe
 
 
 def tell(tape: Tape, found: Verified, fragments: int, console: Console) -> None:
-    """Prints the verdict with its coverage, and every fault."""
+    """Prints the verdict and its coverage, differences and lost versions."""
     for difference in found.differences[:SHOWN]:
         show_difference(difference, console)
     for other in found.differences[SHOWN:]:
@@ -55,7 +55,7 @@ def tell_json(tape: Tape, found: Verified) -> None:
 
 
 def show_unreadable(records: Iterable[Unreadable], console: Console) -> None:
-    """Prints the records that cannot be read, and so not compared."""
+    """Prints the records that cannot be read, and so could not be compared."""
     for bad in records:
         console.print(
             f"[bold red]unreadable[/]: record {bad.seq} of fragment {bad.fragment}: {bad.why}"
@@ -63,7 +63,7 @@ def show_unreadable(records: Iterable[Unreadable], console: Console) -> None:
 
 
 def show_difference(difference: Difference, console: Console) -> None:
-    """Prints the place and the figures of a difference."""
+    """Prints a difference: the record's place, and the figures that went into its version."""
     record = difference.record
     console.print(
         f"[bold red]fragment {difference.fragment}, version {record.version}[/] (record "

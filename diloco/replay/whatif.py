@@ -1,9 +1,12 @@
 """`diloco replay --set`: merges a run's updates under other settings, and evaluates the model.
 
-With other outer settings, or another discount of staleness, the rounds are the recorded ones and
-the result is exact. Other rules of admission (`quorum`, `bounds`, `staleness.max_versions`,
-`outer.participation`) are decided again in virtual time (`redecide.py`). In either case learners do
-not react: the updates are those that they sent.
+With other settings of `outer`, or of the discount of staleness, the rounds are the recorded ones
+and the result is exact. Settings that decide which updates a round merges (`quorum`, `bounds`,
+`staleness.max_versions`, `outer.participation`) are applied in virtual time (`redecide.py`). In
+either case learners do not react: the updates are those that they sent.
+
+In this file the *recorded* model is that of the run, the *changed* model that of the other
+settings.
 """
 
 import asyncio
@@ -49,7 +52,7 @@ from diloco.show.page.html_page import write_curves
 from diloco.show.page.svg import DASHES, line
 
 SECTIONS = ("outer", "staleness", "quorum", "bounds")
-# Sections whose settings change which updates a round takes.
+# Prefixes of the settings that change which updates a round merges.
 DECIDING = ("quorum.", "bounds.", "staleness.max_versions", "outer.participation")
 UNCHANGED = "the run's own settings"
 WITHOUT = (
@@ -59,7 +62,14 @@ WITHOUT = (
 
 
 class VersionPlan(NamedTuple):
-    """A version to make; `restored_version`: it rolls back to that version, without inputs."""
+    """A version of the changed model to make.
+
+    Attributes:
+        at_s: when its round closes, in seconds since the epoch.
+        admitted: the updates to merge.
+        share: the factor of the outer learning rate.
+        restored_version: the version to roll back to, without updates; None: no rollback.
+    """
 
     at_s: float
     fragment: int
@@ -71,14 +81,15 @@ class VersionPlan(NamedTuple):
 
 @dataclass
 class MergePlan:
-    """The merges of a run with other settings or without some updates, beside the recorded ones.
+    """The rounds of the changed model, and the recorded ones.
 
     Attributes:
-        changed: sentences on the changes of the specification's settings.
+        changed: sentences on the changes of the specification's settings, and on updates left out.
         settings: the last settings that would be in force.
-        chains: records of each fragment, from the common beginning on.
-        rounds: in order of time.
+        chains: by fragment, its records from the version on at which both models begin.
+        rounds: rounds of the changed model, in order of time.
         sentences: the limits of the result.
+        decided: True if the rounds were decided again.
     """
 
     changed: list[str]
@@ -90,7 +101,10 @@ class MergePlan:
 
 
 class LossPair(NamedTuple):
-    """Held-out loss of both models at one time; `global_step` is the recorded run's."""
+    """The held-out loss of the recorded and of the changed model (`loss_if`) at one time.
+
+    `global_step` is that of the recorded run.
+    """
 
     at_s: float
     global_step: int
@@ -100,21 +114,21 @@ class LossPair(NamedTuple):
 
 @dataclass
 class Result:
-    """The losses of both models over time, and the views of the changed model at its end."""
+    """The losses of both models over time, and by fragment the changed model's last view."""
 
     points: list[LossPair] = field(default_factory=list)
     views: dict[int, Vector] = field(default_factory=dict)
 
 
 class Without(NamedTuple):
-    """A learner whose updates are left out, in these versions; `last` None: to the end."""
+    """A learner whose updates are left out in the versions `first` to `last` (None: to the end)."""
 
     learner: str
     first: int = 0
     last: int | None = None
 
     def leaves_out(self, record: wire.Record, taken: wire.Input) -> bool:
-        """True if an input of a round is left out."""
+        """True if the input `taken` of the round of `record` is left out."""
         within = self.last is None or record.version <= self.last
         return taken.learner == self.learner and record.version >= self.first and within
 
@@ -142,6 +156,12 @@ def make_plan(
     without: Sequence[Without] = (),
 ) -> MergePlan:
     """Plans the merges of a run with other settings or without some updates.
+
+    Args:
+        history: the tape.
+        chosen: by fragment, the records to repeat.
+        assignments: changes of settings, each as "section.key=value".
+        without: updates to leave out.
 
     Raises:
         ConfigError: a setting that cannot be replayed, or nothing is left to merge.
@@ -212,7 +232,7 @@ def _check_sections(changed: Sequence[str]) -> None:
 def _sentences(
     chosen: Mapping[int, Chain], chains: Mapping[int, Chain], *, deciding: bool
 ) -> list[str]:
-    """Returns sentences on the limits of the result, which the reader must know."""
+    """Returns sentences on the limits of the result, for its reader."""
     reactions = (
         "learners do not react: their updates are those that they sent, from the recorded views; "
         "in a real run they would have trained from other views"
@@ -235,10 +255,16 @@ def _sentences(
 
 
 def mergeable(chain: Chain, there: Container[str]) -> Chain:
-    """Returns the longest end of a chain that begins with a stored state and lacks no input.
+    """Returns the longest end of a chain that can be merged again.
+
+    It begins with a record whose view and outer state are stored, and lacks no input's objects.
+
+    Args:
+        chain: a fragment's records.
+        there: the names of the objects in the store.
 
     Raises:
-        ConfigError: the chain has no such end.
+        ConfigError: the chain has no such end of two records or more.
     """
     begin = None
     for index in range(len(chain) - 1, -1, -1):
@@ -266,7 +292,7 @@ def _recorded(
     change: Change,
     without: Sequence[Without] = (),
 ) -> list[VersionPlan]:
-    """Returns the recorded rounds, under other settings of the outer step, without some inputs."""
+    """Returns the recorded rounds, with other settings of the outer step or without some inputs."""
     found = []
     for _, record in chain[1:]:
         in_force = history.settings_at(record.policy.settings_seq)
@@ -294,9 +320,9 @@ def _decides_as_it_was(
     chain: Chain,
     rules_at: Callable[[int], formulas.FragmentRules],
 ) -> bool:
-    """True if the other rules give the same decisions: then the recorded rounds are exact.
+    """True if the other rules give the same decisions, so that the recorded rounds are exact.
 
-    Decides by the recorded times, not by estimates of them.
+    The decisions are repeated at the recorded times, not at times of virtual time.
     """
 
     def inputs_of(commit: Commit, record: wire.Record) -> dict[str, object]:
@@ -314,7 +340,7 @@ def _decides_as_it_was(
 
 
 def _redecided(history: History, fragment: int, chain: Chain, change: Change) -> list[VersionPlan]:
-    """Returns the rounds that other rules would give."""
+    """Returns the rounds that the changed settings give."""
 
     def rules_at(seq: int) -> formulas.FragmentRules:
         return rules_of(history, change(history.settings_at(seq)), fragment)
@@ -347,7 +373,7 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
 
 
 class _Models:
-    """The arrays of both models, moved along one time line."""
+    """The arrays of the recorded (`was`) and of the changed model (`would`), advanced in time."""
 
     def __init__(self, history: History, plan: MergePlan) -> None:
         self._history = history
@@ -369,13 +395,13 @@ class _Models:
             self.follow(*chain[0])
 
     def follow(self, seq: int, record: wire.Record) -> None:
-        """Moves the recorded model by the next record of its fragment."""
+        """Advances the recorded model to the next record of its fragment."""
         self.was[record.fragment].take(seq, record)
         if (record.fragment, record.version) in self._kept and record.what != "verdict":
             self._kept[record.fragment, record.version] = copy_arrays(self.would[record.fragment])
 
     def make(self, made: VersionPlan) -> None:
-        """Moves the other model by the next round of its fragment."""
+        """Advances the changed model by the next round of its fragment."""
         arrays = self.would[made.fragment]
         if made.restored_version is not None:
             kept = self._kept[made.fragment, made.restored_version]
@@ -384,7 +410,7 @@ class _Models:
         merge_round(self._history.store, arrays, made.settings, made.admitted, made.share)
 
     def views(self) -> tuple[list[Vector], list[Vector]]:
-        """Returns copies of all views, of the recorded model and of the other one."""
+        """Returns copies of all views: the recorded model's, and the changed model's."""
         return (
             [self.was[fragment].view.copy() for fragment in sorted(self.was)],
             [self.would[fragment].view.copy() for fragment in sorted(self.would)],
@@ -394,7 +420,7 @@ class _Models:
 def _under(
     arrays: FragmentArrays, history: History, fragment: int, settings: RunSettings
 ) -> FragmentArrays:
-    """Returns arrays that continue under other settings; another outer optimizer begins fresh."""
+    """Returns arrays for other settings; with another outer optimizer its state is new."""
     grid = make_grid(settings, history.layout, fragment)
     state = arrays.state
     was, own = (
@@ -408,7 +434,7 @@ def _under(
 async def play(
     context: RunContext, history: History, plan: MergePlan, points: int, progress: Progress
 ) -> Result:
-    """Merges both runs; evaluates both models at the beginning and at `points` later times.
+    """Merges both models; evaluates both at the beginning and at `points` later times.
 
     Raises:
         DilocoError: an update or a view cannot be read.
@@ -448,10 +474,10 @@ async def play(
 
 
 def _marks(times_s: Sequence[float], points: int) -> set[int]:
-    """Returns the indices of the times at which to score both models, evenly spread.
+    """Returns the indices in `times_s` after which both models are evaluated, evenly spread.
 
-    Among equal times it takes the last: a recorded round and its counterpart may close at the same
-    time, and between these two items one model is a round ahead of the other.
+    Of equal times the last index is used. A recorded round and its counterpart may close at the
+    same time, and between them one model is a round ahead of the other.
     """
     last = len(times_s) - 1
     ends = [i for i in range(len(times_s)) if i == last or times_s[i] < times_s[i + 1]]
@@ -460,7 +486,7 @@ def _marks(times_s: Sequence[float], points: int) -> set[int]:
 
 
 def table(plan: MergePlan, result: Result) -> Table:
-    """Returns a table of both models side by side."""
+    """Returns a table of the losses of both models, and of their differences."""
     title = "; ".join(plan.changed) or UNCHANGED
     rows = plain_table("time (UTC)", "step", "as it was", "what if", "difference", title=title)
     for point in result.points:
@@ -488,7 +514,7 @@ def _staleness(found: Sequence[int]) -> float:
 
 
 def draw(plan: MergePlan, result: Result, path: Path) -> None:
-    """Draws both models' held-out loss over the run's clock, as a page.
+    """Writes a page with both models' held-out loss over the global step.
 
     Raises:
         ConfigError: the page cannot be written.

@@ -1,7 +1,7 @@
 """`diloco why` and `diloco doctor`: print a run's findings, the worst first.
 
-`diloco.judge.doctor` makes the findings; status, page, report and watch show those that follow from
-the run at one moment. This module adds the effect of the newest updates on the held-out loss.
+`diloco.judge.doctor` makes the findings. This module adds the effect of the newest updates on the
+held-out loss, as `diloco replay --blame` measures it.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from diloco.run.history import History
 from diloco.run.model.load import held_leaves
 from diloco.run.state import Finding
 
-# Blame merges this many of the newest rounds of all fragments together, or OF_EACH of each fragment
-# if that is more. It stops after BLAME_S seconds with the results so far; after BUSY_S, if some
-# learner has had too few updates judged by then.
+# Effects are measured in the BLAMED_ROUNDS newest rounds of all fragments together, or the OF_EACH
+# newest of each fragment if these are more. This stops after BLAME_S seconds with the results so
+# far; after BUSY_S seconds, if a learner has fewer than FEWEST judged updates before.
 BLAMED_ROUNDS, OF_EACH, BLAME_S, BUSY_S = 24, 8, 30.0, 60.0
 # Fewer updates of a learner than these show nothing about its data.
 FEWEST = 8
-# With fewer learners blame accuses none: of two that differ, either may be right.
+# With fewer learners none is blamed: of two that differ, either may be right.
 LEAST_LEARNERS = 3
 
 Chosen = Callable[[Finding], bool]
@@ -53,14 +53,14 @@ def run_why(
     since: str | None = None,
     learner: str | None = None,
 ) -> int:
-    """Show findings as they are made; returns the exit status: 1 if one is an error.
+    """Shows findings as they are made; returns the exit status: 1 if one is an error.
 
     Args:
         target: the argument RUN of the command.
         everything: also show findings of severity "ok".
         deep: also read every object, recompute every version, and check every record.
         json: print all findings as JSON at the end.
-        since: a version or a time: hide findings that are known to have begun earlier.
+        since: a version, time or age, as text: hide findings that are known to have begun earlier.
         learner: hide findings about other learners.
 
     Raises:
@@ -83,12 +83,12 @@ class AsItComes:
     """Shows a report while it is made.
 
     A terminal shows the findings so far, and clears them at the end. Without a terminal, each
-    warning or error is one line, and standard error gets the current step.
+    warning or error is printed as one line, and standard error gets the name of each step.
 
     Args:
         console: the console of the report.
         chosen: returns whether to show a finding.
-        lines: whether to print such lines if there is no terminal.
+        lines: False to print no lines without a terminal.
     """
 
     def __init__(self, console: Console, chosen: Chosen, *, lines: bool) -> None:
@@ -99,7 +99,7 @@ class AsItComes:
         self._said: set[tuple[str, str, str | None]] = set()
 
     def told(self, report: Report, doing: str) -> None:
-        """Show the report so far, and the name of the next step."""
+        """Shows the report so far, and the name of the step that begins."""
         part = _part(report, self._chosen)
         if self._console.is_terminal:
             so_far = picture(part, ended=False)
@@ -113,13 +113,13 @@ class AsItComes:
             Console(stderr=True).print(f"{doing} ...", soft_wrap=True, highlight=False)
 
     def end(self) -> None:
-        """Print a heading before the whole list, which repeats the findings shown so far."""
+        """Prints a heading before the whole list, if findings were printed as lines before."""
         if self._said:
             say_plainly("\nall findings, the worst first:")
 
 
 def _chosen(since: str | None, learner: str | None, *, everything: bool) -> Chosen:
-    """Return the function that decides whether to show a finding."""
+    """Returns the function that decides whether to show a finding."""
     version = int(since) if since is not None and since.isdecimal() else None
     at_s = parse_time(since, time.time(), "--since") if since and version is None else None
 
@@ -146,9 +146,11 @@ def _part(report: Report, chosen: Chosen) -> Report:
 async def _harm(
     context: RunContext, history: History, task: Isolated, found: Sequence[Finding]
 ) -> list[Finding]:
-    """Return the findings, with the effects of their learners' updates, and further accusations.
+    """Adds to the findings what their learners' updates did to the held-out loss.
 
-    If blame cannot run, or not for all rounds, one more finding says why.
+    Returns:
+        The findings; further ones on learners that do harm or train on held-out data; and a note if
+        some rounds, or all, could not be judged.
 
     Raises:
         StoreUnavailableError: the store cannot be reached.
@@ -177,7 +179,7 @@ async def _harm(
 
 
 def _blame(context: RunContext, history: History, task: Isolated) -> blame.Blame:
-    """Measure the effects of the updates of the newest rounds, until the time is over."""
+    """Measures the effects of the newest rounds' updates, in about `BUSY_S` seconds at most."""
     began_s = time.monotonic()
 
     def evaluate(views: Sequence[Vector]) -> blame.Losses:
@@ -218,11 +220,13 @@ def _with_harm(one: Finding, sentence: Sentence | None) -> Finding:
 def accusations(
     sentences: Mapping[str, Sentence], accused: Collection[str], rounds: int
 ) -> Iterator[Finding]:
-    """Yield accusations of learners that no other finding accuses; none below three learners.
+    """Yields a finding on each harmful, useless or uneven learner.
+
+    With fewer than `LEAST_LEARNERS` learners, one note takes the place of the first two.
 
     Args:
         sentences: the judgement of each learner, by the subject of its finding: "learner a".
-        accused: the subjects of other findings.
+        accused: subjects with warnings or errors already: they get no warning here.
         rounds: the number of rounds that were judged.
     """
     against = [
@@ -257,10 +261,10 @@ def _accusation(one: Sentence, rounds: int) -> Finding:
 
 
 def leaks(effects: Effects, sentences: dict[str, Sentence]) -> Iterator[Finding]:
-    """Yield a finding on each learner that trains on the held-out data.
+    """Yields a finding on each learner that seems to train on the held-out data.
 
     Such a learner's updates alone improve the held-out loss, and the others' do not; and the
-    held-out loss is near this learner's training loss, and far below the others' training losses.
+    held-out loss is near this learner's training loss, and far from the others' training losses.
     """
     held_out = effects[-1].loss if effects else 0.0
     names = effects.texts

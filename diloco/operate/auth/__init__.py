@@ -1,1 +1,1 @@
-"""`diloco auth`: credentials, permissions, and the guard of the tape."""
+"""`diloco auth`: credentials and permissions on NATS, and the guard against floods."""

@@ -1,9 +1,10 @@
 """`diloco host guard`: disconnects clients that flood the tape or the servers.
 
-nats-server limits connections and sizes, but not messages in a second. The guard reads the tape
-with the operator's credentials as it grows, is notified of each consumer that is made, and polls
-the servers for each account's traffic. A party that exceeds the limits is revoked, the servers are
-told to reload, and its consumers are removed. The guard runs where the folder of credentials is.
+nats-server limits connections and sizes, but not messages per second. The guard reads the tape's
+new messages with the operator's credentials, is notified of each new consumer, and polls the
+servers for each account's traffic. For a party that exceeds a limit, the guard revokes the
+credentials, has the servers reload, and removes the party's consumers. It runs on the machine with
+the folder of credentials.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from diloco.operate.auth import nats_config_and_credentials as auth
 from diloco.operate.auth.permissions import run_account
 from diloco.run.cli.opening import open_run
 
-# Seconds over which a rate is taken: a learner that returns from an outage may send all its
+# A rate is the mean over this many seconds: a learner that returns from an outage may send all its
 # updates at once.
 SPAN_S = 10.0
 COMMAND_S = 60.0
@@ -42,7 +43,12 @@ _CREATED = "$JS.EVENT.ADVISORY.CONSUMER.CREATED"
 
 
 class Rates:
-    """Counts messages and bytes a second of each sender, over the last `SPAN_S`. Pure."""
+    """Counts messages and bytes of each sender in the last `SPAN_S` seconds.
+
+    Args:
+        most_per_s: the most messages per second, as a mean over that time.
+        most_bytes_per_s: the most bytes per second, likewise.
+    """
 
     def __init__(self, most_per_s: float, most_bytes_per_s: float = math.inf) -> None:
         self.most_per_s = most_per_s
@@ -54,7 +60,14 @@ class Rates:
         return Rates(self.most_per_s, self.most_bytes_per_s)
 
     def count(self, sender: str, at_s: float, size_bytes: int = 0, messages: int = 1) -> bool:
-        """Counts messages of `sender`; returns whether it now exceeds a limit."""
+        """Counts messages; returns whether their sender now exceeds a limit, and then starts anew.
+
+        Args:
+            sender: name of the party.
+            at_s: the time in seconds, not less than at the last call.
+            size_bytes: bytes of all the messages.
+            messages: their number.
+        """
         sent = self._sent.setdefault(sender, deque())
         sent.append((at_s, messages, size_bytes))
         while sent[0][0] <= at_s - SPAN_S:
@@ -67,10 +80,10 @@ class Rates:
 
 
 def reload_command(folder: Path, given: str | None) -> list[str]:
-    """Returns the command that makes the servers reload: `given`, or a signal to the local server.
+    """Returns the command that makes servers reload: `given`, else a signal to the local server.
 
     Raises:
-        ConfigError: there is no command and no server to signal.
+        ConfigError: nothing is given, and no server runs from `folder`.
     """
     if given is not None:
         return shlex.split(given)
@@ -87,7 +100,14 @@ def reload_command(folder: Path, given: str | None) -> list[str]:
 async def guard(
     folder: Path, target: str, *, rates: Rates, reload: list[str], monitors: tuple[str, ...]
 ) -> None:
-    """Watches the tape, consumers and connections, and revokes parties that flood; never returns.
+    """Watches tape, consumers and connections, and revokes parties that flood; never returns.
+
+    Args:
+        folder: the folder of credentials.
+        target: RUN, with the operator's credentials.
+        rates: the limits.
+        reload: the command that makes the servers reload.
+        monitors: URLs of servers' monitoring; without any, accounts' traffic is not watched.
 
     Raises:
         ConfigError: RUN cannot be opened, or `diloco auth init` did not make the folder.
@@ -137,7 +157,8 @@ async def revoke(folder: Path, target: str, name: str, reload: list[str]) -> Non
 async def cut_off(context: RunContext, folder: Path, name: str, reload: list[str]) -> str | None:
     """Revokes an identity, has the servers reload, and removes its consumers.
 
-    Returns the reload's error, "" for none; None if the identity no longer exists.
+    Returns:
+        The reload's error, "" for none; None if the identity no longer exists.
     """
     known = [one for one in auth.identities(folder) if one.name == name]
     if not known:
@@ -187,7 +208,7 @@ async def _watch_tape(
 async def _watch_consumers(
     context: RunContext, rates: Rates, revoke: Callable[[str], Awaitable[None]]
 ) -> None:
-    """Counts the consumers that each party makes; a consumer's name names its party."""
+    """Counts the consumers that each party makes; a consumer's name begins with role and party."""
     async for subject, _ in context.bus.listen(f"{_CREATED}.*.*"):
         role, *rest = subject.rpartition(".")[2].split("_")
         if role in _REVOKED and rest and rates.count(rest[0], context.runtime.clock()):
@@ -195,7 +216,7 @@ async def _watch_consumers(
 
 
 class AccountTraffic(NamedTuple):
-    """The messages and bytes that an account has sent since the server started."""
+    """The messages and bytes that a server has received from an account since it started."""
 
     messages: int
     size_bytes: int
@@ -226,7 +247,7 @@ async def _watch_accounts(
 
 
 def accounts(url: str, run: str) -> dict[str, AccountTraffic]:
-    """Returns the traffic of a run's learners and readers, from a server's monitoring at `url`.
+    """Returns the traffic of a run's learners and readers, by name, from a server's monitoring.
 
     Raises:
         OSError, ValueError, KeyError: no answer, or not one of nats-server.
