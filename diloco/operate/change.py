@@ -1,4 +1,7 @@
-"""`diloco run show`, `set`, `pause`, `end`, `rollback`, `checkpoint`, `resume`: operators' acts."""
+"""What `diloco run show`, `set`, `pause`, `end`, `rollback`, `checkpoint` and `resume` do.
+
+`target` is the argument RUN of a command: a TOML file, a local run's folder, or a run's name.
+"""
 
 import dataclasses
 import json as jsonlib
@@ -38,7 +41,13 @@ from diloco.run.watch import Watch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preview:
-    """The effect of a change of settings, as sentences; all are empty if nothing would change."""
+    """The effect of a change of settings, as sentences; all are empty if nothing would change.
+
+    Attributes:
+        changed: one for each key that changes.
+        rates: on the inner learning rate at the run's end, if the run's length changes.
+        warned: warnings about the new settings.
+    """
 
     changed: list[str]
     rates: list[str]
@@ -46,7 +55,7 @@ class Preview:
 
 
 async def preview(target: str, assignments: Sequence[str]) -> Preview:
-    """Previews the effect of `change`.
+    """Returns the effect that `change` would have.
 
     Raises:
         ConfigError: no setting of that name, no such value, or a fixed setting.
@@ -90,6 +99,8 @@ def _rates(created: RunSettings, old: int, new: int) -> list[str]:
 async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Changes settings of a run; returns the changes, and warnings about the new settings.
 
+    Each assignment is "section.key=value".
+
     Raises:
         ConfigError: no setting of that name, no such value, or a fixed setting.
         RunMismatchError: no such run, or it has stopped.
@@ -121,7 +132,7 @@ async def quarantine(target: str, name: str, *, active: bool, reason: str) -> No
 
 
 async def end(target: str) -> int:
-    """Ends a run early, in order; returns the run's clock.
+    """Ends a run early: publishes its stop; returns the global step at which it stops.
 
     Raises:
         RunMismatchError: no such run, or it has stopped.
@@ -135,7 +146,12 @@ async def end(target: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RollbackMove:
-    """One fragment's rollback: from its newest version to the contents of an earlier one."""
+    """The rollback of one fragment.
+
+    Attributes:
+        newest: its newest version.
+        target: the earlier version whose contents its next version gets.
+    """
 
     fragment: int
     newest: int
@@ -143,7 +159,7 @@ class RollbackMove:
 
 
 async def plan_rollback(target: str, to: str) -> list[RollbackMove]:
-    """Plans a rollback; returns each fragment's move.
+    """Returns what a rollback would do to each fragment; changes nothing.
 
     Args:
         target: RUN.
@@ -161,7 +177,7 @@ async def plan_rollback(target: str, to: str) -> list[RollbackMove]:
 
 
 async def roll_back(target: str, moves: Sequence[RollbackMove]) -> list[wire.Record]:
-    """Rolls a run back; returns each fragment's new record.
+    """Rolls a run's fragments back, as planned; returns each fragment's new record.
 
     Raises:
         RunMismatchError: the run has stopped.
@@ -177,7 +193,7 @@ async def roll_back(target: str, moves: Sequence[RollbackMove]) -> list[wire.Rec
 
 
 async def mark(target: str) -> checkpoint.Marked:
-    """Makes a checkpoint of a run.
+    """Makes a checkpoint of a run; returns its name and versions.
 
     Raises:
         RunMismatchError: no such run.
@@ -197,6 +213,10 @@ class Resumed:
 
 async def resume(target: str, name: str | None) -> Resumed:
     """Begins a new tape for a run from a checkpoint in its store.
+
+    Args:
+        target: RUN.
+        name: the checkpoint; None: the newest.
 
     Raises:
         ConfigError: there is no such checkpoint.
@@ -235,7 +255,12 @@ async def resume(target: str, name: str | None) -> Resumed:
 
 
 async def show(target: str, *, created: bool, json: bool) -> None:
-    """Prints a run's settings, those of now or those that it was created with.
+    """Prints a run's settings, as TOML or JSON.
+
+    Args:
+        target: RUN.
+        created: print those that the run was created with; else those in force.
+        json: print JSON.
 
     Raises:
         DilocoError: there is no such run.

@@ -1,4 +1,8 @@
-"""`diloco run create`, `diloco.create`: streams, specification, layout, version 0 of a new run."""
+"""`diloco run create`, `diloco.create`: streams, specification, layout, version 0 of a new run.
+
+The *first parameters* are those of version 0. A creation that was interrupted is completed by
+another call with the same settings and parameters.
+"""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -65,8 +69,8 @@ def create_from(config: Config, source: Path | None, *, tasked: bool = True) -> 
     Args:
         config: the whole configuration.
         source: a safetensors file with the first parameters, or a folder in a format that the task
-            reads; None for the task's own beginning.
-        tasked: whether the file names a task; without one, the parameters are the model.
+            reads. None: the parameters that the task's `init` makes, or its own folder has.
+        tasked: whether the file names a task. Without one, the tensors of `source` are the model.
 
     Raises:
         DilocoError: an error with advice.
@@ -93,7 +97,7 @@ def create_from(config: Config, source: Path | None, *, tasked: bool = True) -> 
 
 
 def _beginning(task: Task, seed: int, *, bare: bool) -> Params:
-    """Returns the parameters that `init` gives; if `bare`, does not compute frozen leaves."""
+    """Returns the parameters that the task's `init` makes; if `bare`, without frozen leaves."""
 
     def begin(key: jax.Array) -> Params:
         first = task.init(key)
@@ -103,7 +107,7 @@ def _beginning(task: Task, seed: int, *, bare: bool) -> Params:
 
 
 def _folder(task: Task, source: Path | None) -> Path | None:
-    """Returns the folder with the run's first parameters, or None if there is none.
+    """Returns the folder with the first parameters: `source`, or the task's; None if there is none.
 
     Raises:
         ConfigError: the task reads no folders.
@@ -122,7 +126,7 @@ def _folder(task: Task, source: Path | None) -> Path | None:
 
 
 def _lazy_params(task: Task, leaves: Mapping[str, Any]) -> Params:
-    """Returns the task's tree with these leaves, which may be read only when they are sliced."""
+    """Returns the task's tree with these leaves by name; a leaf may be read when it is sliced."""
     return tree.from_names(task.shapes, dict(leaves))
 
 
@@ -137,7 +141,10 @@ def create_with(config: Config, params: Params, hint: Hint = default_hint) -> La
 
 
 def begin(config: Config, params: Params, hint: Hint) -> Layout:
-    """Creates the run of `config` with these parameters as version 0; returns its layout."""
+    """Creates the run of `config` with these parameters as version 0; returns its layout.
+
+    `hint` says how the aggregator merges each tensor, as for `create`.
+    """
     sync, tensors = config.sync, tree.tensors_of(params)
     layout = make_layout(tensors, fragments=sync.fragments, block=sync.block, hint=hint)
     tree.check_wide(layout)
@@ -147,7 +154,7 @@ def begin(config: Config, params: Params, hint: Hint) -> Layout:
 
 
 def check_storable(layout: Layout) -> None:
-    """Refuses fragments whose outer state cannot be stored: msgpack limits an array's bytes.
+    """Refuses a layout with a fragment whose outer state is too large for an array of msgpack.
 
     Raises:
         ConfigError: a fragment is too large.
@@ -190,17 +197,19 @@ async def create_run(
     runtime: Runtime,
     loaded: Collection[str] = (),
 ) -> None:
-    """Makes the streams, stores layout and held leaves, publishes the specification and version 0.
+    """Makes the streams, stores the layout and the leaves that are not synchronized ("held").
+
+    It then publishes the specification and version 0.
 
     Args:
         settings: the settings that define the run.
-        streams: replicas and limits of its streams.
+        streams: the streams' replicas and limits.
         layout: the layout of `params`.
-        params: the parameters the run begins with, the task's whole tree.
+        params: the first parameters, the task's whole tree.
         bus: where the streams are made.
-        store: where the objects go.
+        store: where the objects are stored.
         runtime: clock and threads.
-        loaded: names of leaves that each learner loads itself.
+        loaded: names of leaves that each learner loads itself; they are not stored.
 
     Raises:
         RunMismatchError: the run exists with other settings or other first parameters.
@@ -243,9 +252,9 @@ async def create_run(
 
 
 def _flatten(layout: Layout, fragment: int, leaves: Mapping[str, Any]) -> np.ndarray:
-    """Returns a fragment's vector of the first parameters, valid as a view: float32 [size].
+    """Returns a fragment's vector of the first parameters, float32 [size], valid as a view.
 
-    Reads of each leaf only the rows that the fragment has.
+    It reads of each leaf only the rows that the fragment has.
     """
     described = layout.fragments[fragment]
     vector = np.zeros(described.size, np.float32)
@@ -258,10 +267,10 @@ def _flatten(layout: Layout, fragment: int, leaves: Mapping[str, Any]) -> np.nda
 
 
 def _check_finite(layout: Layout, leaves: Mapping[str, Any]) -> None:
-    """Refuses first parameters that are not finite, since no learner could send from them.
+    """Refuses first parameters that are infinite or NaN: every update from them would be rejected.
 
     Raises:
-        TaskError: a value is infinite or not a number, in float32.
+        TaskError: a value is not finite in float32.
     """
     bad: dict[str, None] = {}
     for fragment in layout.fragments:
@@ -279,10 +288,10 @@ def _check_finite(layout: Layout, leaves: Mapping[str, Any]) -> None:
 
 
 async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str) -> None:
-    """Refuses a store that holds objects of a run of that name whose tape is lost.
+    """Refuses a store with objects of an earlier run of this name, if the bus has no tape of it.
 
     Raises:
-        RunMismatchError: a new run's objects would collide with the old one's.
+        RunMismatchError: the new run's objects would collide with the old one's.
     """
     if await bus.last(names.tape_stream(run), names.spec(run)) is not None:
         return
@@ -296,16 +305,16 @@ async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str
 
 
 def _arrays(held: Params, loaded: Collection[str]) -> dict[str, Any]:
-    """Returns the held leaves by name; leaves that learners load stay lazy."""
+    """Returns leaves by name, as arrays, except those that learners load: these are not read."""
     leaves = tree.by_name(held)
     return {n: leaf if n in loaded else np.asarray(leaf) for n, leaf in leaves.items()}
 
 
 def load_safetensors(source: Path, like: Params) -> Params:
-    """Returns parameters from a safetensors file, by name, cast to the task's dtypes.
+    """Returns parameters from a safetensors file, by name, cast to the dtypes of `like`.
 
     Raises:
-        ConfigError: no such file, or its tensors are not the task's.
+        ConfigError: no such file, or names or shapes differ from those of `like`.
     """
     found = _read_safetensors(source)
     wanted = tree.by_name(like)

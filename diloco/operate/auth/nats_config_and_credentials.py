@@ -1,11 +1,13 @@
 """`diloco auth`: the NATS server's configuration for a run, and each identity's credentials.
 
 All files are in one folder, which belongs on the operator's machine:
-    auth.toml            the identities, with public keys alone
+    auth.toml            the identities, with their public keys
     accounts.conf        for the servers: accounts and permissions, rewritten at each change
     nats-1.conf ...      for the servers: all other settings, written once, to be changed by hand
-    tls/                 the authority, and a certificate for each server
+    tls/                 the certificate authority, and a certificate for each server
     credentials/NAME.toml   secret, for one identity each, mode 0600
+
+An identity is a party that connects: the operator, a learner, an aggregator or a reader.
 """
 
 import ipaddress
@@ -34,12 +36,13 @@ from diloco.operate.auth.permissions import Identity, render_accounts
 from diloco.run.cli.folders import make_folder
 
 OPERATOR = "operator"
-# Names that the tape and the logs use for parties other than learners and aggregators.
+# Names that no learner, aggregator or reader may have, as the tape and the logs use them.
 RESERVED = frozenset({OPERATOR, "guard"})
 _STATE = "auth.toml"
 _ACCOUNTS = "accounts.conf"
 _VALID_DAYS = 3650
-# The streams of tape, heartbeats and leases; each has some consumers for every daemon.
+# Limits of the run's account. It has streams for tape, heartbeats and leases, and each of them some
+# consumers for every daemon.
 _MAX_STREAMS = 8
 _MAX_CONSUMERS = 100_000
 
@@ -64,16 +67,18 @@ def init(
     streams_at: Path | None = None,
     max_file_bytes: int = 10 << 30,
 ) -> tuple[Path, list[Path]]:
-    """Creates a run's folder; returns the operator's credentials and the servers' configurations.
+    """Creates the folder with all files of a run, and the operator's credentials.
 
     Args:
-        folder: made; must not hold such files yet.
+        folder: the folder to make; must not have such files yet.
         run: the only run that these credentials are for.
-        hosts: names or addresses by which clients reach the servers: one, or one for each of a
-            cluster.
+        hosts: names or addresses by which clients reach the servers: one for each server.
         installed_at: path of the folder on the servers' machines; `folder` if None.
         streams_at: where the servers keep their streams; `jetstream` in that folder if None.
         max_file_bytes: the most that the run's streams may take on a server's disk.
+
+    Returns:
+        The path of the operator's credentials, and those of the servers' configurations.
 
     Raises:
         ConfigError: the folder is in use, or a name is invalid.
@@ -95,9 +100,10 @@ def init(
 
 
 def add(folder: Path, name: str, role: Role, processes: int = PROCESSES) -> Path:
-    """Makes credentials for a new identity; it can connect once the servers have reloaded.
+    """Makes credentials for a new identity, and returns their path.
 
-    Up to `processes` processes can connect with them at once.
+    The identity can connect once the servers have reloaded, with up to `processes` processes at
+    once.
 
     Raises:
         ConfigError: an identity has that name already, or `init` was not called.
@@ -118,7 +124,7 @@ def add(folder: Path, name: str, role: Role, processes: int = PROCESSES) -> Path
 
 
 def revoke(folder: Path, name: str) -> None:
-    """Removes an identity; the servers disconnect it once they have reloaded.
+    """Removes an identity and its credentials; the servers disconnect it once they have reloaded.
 
     Raises:
         ConfigError: no identity has that name.
@@ -142,7 +148,7 @@ def identities(folder: Path) -> tuple[Identity, ...]:
 
 
 def public_key(credentials: Credentials) -> str:
-    """Returns the public key by which servers know an identity."""
+    """Returns the public key (nkey) by which the servers know an identity."""
     public: str = nkeys.from_seed(bytearray(credentials.seed.encode())).public_key.decode()
     return public
 
@@ -203,7 +209,7 @@ def _save(folder: Path, state: _State) -> None:
 
 
 def _write(path: Path, data: bytes, *, secret: bool = False) -> None:
-    """Writes a file whole or not at all; a secret file is never readable by others."""
+    """Writes a file whole or not at all; a secret file is at no time readable by others."""
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
@@ -247,7 +253,10 @@ def _in_url(host: str) -> str:
 
 
 def _write_certificates(folder: Path, run: str, hosts: list[str]) -> None:
-    """Writes an authority, and a certificate for each server, for clients and for other servers."""
+    """Writes a certificate authority, and by it a certificate for each server.
+
+    Servers use their certificate towards clients and towards other servers.
+    """
     folder.mkdir(mode=0o700, exist_ok=True)
     authority_key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"diloco {run} authority")])
@@ -310,7 +319,7 @@ def _key_usage(*, authority: bool) -> x509.KeyUsage:
 
 
 def _alternatives(host: str) -> Iterable[x509.GeneralName]:
-    """Returns a certificate's names for a server: `host`, and loopback for its own machine."""
+    """Returns the names in a server's certificate: `host`, and loopback for its own machine."""
     found: list[x509.GeneralName] = []
     for one in dict.fromkeys((host, "localhost", "127.0.0.1")):
         try:

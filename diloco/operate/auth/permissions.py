@@ -1,10 +1,10 @@
-"""Each role's rights on a run's NATS subjects, derived from its daemon's actions. Pure.
+"""Each role's rights on a run's NATS subjects, derived from what its daemon does. Pure.
 
-A right to publish in the account of a run's streams would imply much more: the server sends its
-answer, and the messages read, to any reply subject that the request names, so that a learner could
-have the acknowledgement of its own update stored as a record. Hence every identity but the operator
-has an account of its own, which reaches the run's account only by imports of the subjects below;
-answers then stay in the asker's account (docs/adr/0017-credentials.md).
+With a right to publish in the account of the run's streams, a party could do much more. A request
+names the subject to which the server sends its answer, and the messages that are read. A learner
+could have the acknowledgement of its update stored as a record. Hence every identity but the
+operator has a separate account. That reaches the run's account only by imports of the subjects
+below, and answers stay in the account that asked (docs/adr/0017-credentials.md).
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,12 +20,17 @@ from diloco.common.process.credentials import (
 )
 from diloco.common.protocol import names
 
-# Connections of one process: two, since the server may not have noticed that the first is dead.
+# The most subscriptions of one process.
 _MAX_SUBS = 64
 
 
 class Identity(NamedTuple):
-    """A party of a run, with `public_key` of an nkey; at most `processes` connect at once."""
+    """A party of a run.
+
+    Attributes:
+        public_key: the public part of its nkey.
+        processes: the most processes that may connect at once.
+    """
 
     name: str
     role: Role
@@ -34,14 +39,19 @@ class Identity(NamedTuple):
 
 
 class Grants(NamedTuple):
-    """Patterns of subjects: `requests` to publish to, `hears` to subscribe to besides the inbox."""
+    """Patterns of subjects that an identity may use.
+
+    Attributes:
+        requests: to publish to.
+        hears: to subscribe to, besides its own inbox.
+    """
 
     requests: tuple[str, ...]
     hears: tuple[str, ...] = ()
 
 
 def grants(run: str, identity: Identity) -> Grants:
-    """Returns the permissions of an identity, other than the operator, in the run's account."""
+    """Returns an identity's permissions in the run's account; the operator needs none of these."""
     match identity.role:
         case "learner":
             return _learner(run, identity.name)
@@ -52,7 +62,7 @@ def grants(run: str, identity: Identity) -> Grants:
 
 
 def _learner(run: str, learner: str) -> Grants:
-    """Returns a learner's grants: it writes its own subjects; it reads the run's and its own."""
+    """Returns a learner's grants: to write its own subjects, and to read the run's and its own."""
     tape, ops = names.tape_stream(run), names.ops_stream(run)
     own = (
         names.join(run, learner),
@@ -116,7 +126,7 @@ def _reader(run: str, reader: Identity) -> Grants:
 
 
 def _fenced_reads(learner: str, stream: str, subjects: Iterable[str]) -> Iterable[str]:
-    """Yields the grants to read these subjects of a stream, and no others."""
+    """Yields the grants with which a learner can read these subjects of a stream, and no others."""
     for subject in subjects:
         yield f"{OWN_API}.DIRECT.GET.{stream}.{subject}"
         for consumer in consumer_names("learner", learner, (subject,)):
@@ -141,12 +151,12 @@ def _uses(stream: str, consumer: str) -> Iterable[str]:
 
 
 def render_accounts(run: str, identities: Iterable[Identity], limits: Mapping[str, int]) -> str:
-    """Returns the server's accounts of a run, for inclusion in its `accounts` block.
+    """Returns the text of a run's accounts, for the `accounts` block of a server's configuration.
 
     Args:
-        run: its name.
+        run: the run's name.
         identities: all parties that may connect.
-        limits: JetStream limits of the run: max_file, max_streams, max_consumers.
+        limits: JetStream limits of the run's account: max_file (bytes), max_streams, max_consumers.
     """
     known = sorted(identities)
     others = [identity for identity in known if identity.role != "operator"]
@@ -187,12 +197,12 @@ def _exports(run: str, identities: Iterable[Identity]) -> list[str]:
 
 
 def _answers(subject: str) -> str:
-    """Returns the export's response type: many messages answer a pull, one any other request."""
+    """Returns the export's response type: a pull gets many messages, other requests get one."""
     return "response: stream, " if ".CONSUMER.MSG.NEXT." in subject else ""
 
 
 def _account(run: str, identity: Identity) -> list[str]:
-    """Returns the lines of an identity's account, which reaches only the subjects it imports."""
+    """Returns the lines of an identity's account, with the subjects that it imports."""
     granted = grants(run, identity)
     from_run = f"account: {_quoted(run_account(run))}"
     publish = ", ".join(_quoted(_as_seen(subject)) for subject in granted.requests)
@@ -222,14 +232,14 @@ def _account(run: str, identity: Identity) -> list[str]:
 
 
 def _as_seen(subject: str) -> str:
-    """Returns the name that a subject of the run's account has in accounts that import it."""
+    """Returns the subject by which accounts that import `subject` of the run's account use it."""
     if subject.startswith(f"{OWN_API}."):
         return f"{SHARED_API}{subject.removeprefix(OWN_API)}"
     return subject
 
 
 def run_account(run: str) -> str:
-    """Returns the name of a run's account, with which its parties' accounts' names begin."""
+    """Returns the name of a run's account; the names of its identities' accounts begin with it."""
     return f"diloco-{run}"
 
 

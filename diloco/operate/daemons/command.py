@@ -199,7 +199,14 @@ def _learner_config(options: LearnerOptions) -> "Config":
 def _load(
     path: Path, level: str, *, connects: bool = True, **options: Mapping[str, object]
 ) -> "Config":
-    """Loads the file; `options` of the command line replace its keys: section={key: value}."""
+    """Loads the configuration file, with options of the command line in place of its keys.
+
+    Args:
+        path: the TOML file.
+        level: the log level.
+        connects: False if the command needs neither bus nor store.
+        options: section={key: value}; a value of None leaves the file's.
+    """
     log.configure(level)
     from diloco.common.process.config import load_config, make_config
 

@@ -1,4 +1,4 @@
-"""`diloco learner --dry-run`: prints a learner's needs of its slice, as tables or as JSON."""
+"""`diloco learner --dry-run`: prints what a learner needs of its slice, as tables or as JSON."""
 
 from dataclasses import asdict
 from typing import Any, Final
@@ -17,12 +17,13 @@ from diloco.run.cli.format_numbers import human_bytes
 from diloco.run.cli.screen import plain_table
 
 V5E_GBYTES_PER_S: Final = 819.0
-# For devices that are not present: the function that returns them, and the default topology.
+# For devices that this machine does not have: a function from a topology to stand-ins for them, and
+# the default topology.
 ABSENT: Final = {"tpu": (tpu_devices, "v6e:2x4"), "cuda": (gpu_devices, "h100:1")}
 
 
 def run_dry(config: Config, options: LearnerOptions) -> None:
-    """Prints the figures of a dry run.
+    """Compiles a learner's programs from shapes, and prints the memory, time and traffic they need.
 
     Raises:
         ConfigError: a device has less memory than it needs.
@@ -55,7 +56,7 @@ def check_fits(figures: DryRun) -> None:
     """Refuses a learner that needs more memory than its devices are known to have.
 
     Raises:
-        ConfigError: see above.
+        ConfigError: a device has too little memory.
     """
     needed, there = max(figures.memory.training, figures.memory.start), figures.device_bytes
     if there is not None and needed > there:
@@ -67,10 +68,18 @@ def check_fits(figures: DryRun) -> None:
 
 
 def _configure(config: Config, hosts: int, devices: int | None) -> Config:
-    """Configures JAX before it searches for devices; returns the configuration for its devices.
+    """Sets the number of devices that JAX emulates, before JAX looks for devices.
+
+    Args:
+        config: the configuration.
+        hosts: number of the learner's processes, which are emulated in this one.
+        devices: number of devices in all; None: `learner.cpu_devices` for each host, if set.
+
+    Returns:
+        The configuration of a learner with these devices.
 
     Raises:
-        ConfigError: JAX has found its devices already.
+        ConfigError: JAX has looked for devices already.
     """
     section = config.learner
     wanted = devices or section.cpu_devices * hosts
@@ -87,7 +96,10 @@ def _configure(config: Config, hosts: int, devices: int | None) -> Config:
 
 
 def as_json(figures: DryRun, bandwidth: float) -> dict[str, Any]:
-    """Returns the figures of a dry run, with sums and times, for JSON."""
+    """Returns the figures of a dry run, and sums and times (in seconds), for JSON.
+
+    `bandwidth` is that of a device's memory, in GB/s.
+    """
     document = asdict(figures)
     document["memory"] |= {"training": figures.memory.training, "start": figures.memory.start}
     for one, fragment in zip(document["fragments"], figures.fragments, strict=True):
@@ -99,7 +111,10 @@ def as_json(figures: DryRun, bandwidth: float) -> dict[str, Any]:
 
 
 def show(console: Console, figures: DryRun, bandwidth: float) -> None:
-    """Prints the figures of a dry run as tables."""
+    """Prints the figures of a dry run as tables.
+
+    `bandwidth` is that of a device's memory, in GB/s.
+    """
     mesh = " x ".join(f"{axis} {size}" for axis, size in figures.mesh.items())
     active = figures.active_parameters
     console.print(

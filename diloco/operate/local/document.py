@@ -1,4 +1,7 @@
-"""Builds a local run's configuration document from its options, and restores both on resumption."""
+"""Builds a local run's configuration from its options, and restores both when it is resumed.
+
+The *document* is the content of the run's TOML file: sections, each with keys and values.
+"""
 
 import json
 import tomllib
@@ -32,9 +35,10 @@ BUILT_IN = {
         "adopt": "blend",
     },
 }
-# A local run is short, and its user may want to see a learner return.
+# The interval of learners' checkpoints, which is short so that a killed learner loses little of a
+# short run.
 CHECKPOINT_S = 15.0
-# After Ctrl-C the whole run ends, and its user does not want to wait long.
+# Seconds in which a learner sends its last updates after Ctrl-C, when its user waits.
 LEAVE_S = 5.0
 # Seconds that the creation of a run may take, such as of a large model from files.
 CREATED_S = 3600.0
@@ -43,7 +47,13 @@ CREATED_S = 3600.0
 def local_document(
     options: LocalOptions, name: str, learners: list[str], run_dir: Path
 ) -> tuple[dict[str, Any], dict[str, Hardware]]:
-    """Returns the sections of a local run's file, and each learner's hardware.
+    """Returns the document of a local run, and each learner's hardware by its name.
+
+    Args:
+        options: the command line's.
+        name: the run's name, unless the options' file has one.
+        learners: the learners' names.
+        run_dir: the run's folder.
 
     Raises:
         ConfigError: an option is invalid.
@@ -94,18 +104,18 @@ def _speeds(text: str, learners: list[str]) -> dict[str, float]:
 
 
 FILE, CONFIG = "local.json", "run.toml"
-# Options that determine the processes; the run's file has all others.
+# Options that determine the processes, and are kept in FILE; the run's file has all others.
 KEPT = ("learners", "mesh", "hosts", "aggregators", "cpu", "source")
 
 
 def note(folder: Path, options: LocalOptions) -> None:
-    """Stores the options that a resumption needs."""
+    """Writes the options that a resumption needs into the run's folder."""
     kept = {name: getattr(options, name) for name in KEPT}
     (folder / FILE).write_text(json.dumps(kept) + "\n")
 
 
 def write_config(folder: Path, document: Mapping[str, Any]) -> Path:
-    """Writes the run's file; returns its path."""
+    """Writes the document as the run's TOML file into its folder; returns the file's path."""
     path = folder / CONFIG
     path.write_text(tomli_w.dumps(document))
     return path
@@ -113,6 +123,10 @@ def write_config(folder: Path, document: Mapping[str, Any]) -> Path:
 
 def begun(folder: Path, options: LocalOptions) -> tuple[LocalOptions, dict[str, Any]]:
     """Returns the options and the document of the run in a folder, which may have been moved.
+
+    Args:
+        folder: the run's folder.
+        options: the options of `diloco local --resume`; most others than --kill must be absent.
 
     Raises:
         ConfigError: there is no such run, it is running, or options disagree with it.
