@@ -1,4 +1,4 @@
-"""The streams of a run, with their limits."""
+"""Makes the three streams of a run (tape, bounded stream, leases), with their limits."""
 
 from diloco.common.process.config import BusSection
 from diloco.common.protocol import names
@@ -7,7 +7,7 @@ from diloco.common.storage.tape import first_sequence
 
 
 def tape_limits(streams: BusSection) -> StreamLimits:
-    """Returns the limits of the tape's stream, which keeps everything."""
+    """Returns the limits of the tape's stream, which at a size limit refuses new messages."""
     return StreamLimits(
         duplicate_window_s=streams.duplicate_window_s,
         replicas=streams.replicas,
@@ -17,7 +17,10 @@ def tape_limits(streams: BusSection) -> StreamLimits:
 
 
 async def make_streams(bus: Bus, run: str, streams: BusSection, epoch: int = 0) -> None:
-    """Makes the streams of a run's epoch; existing streams stay."""
+    """Makes the streams of a run; existing streams stay.
+
+    The sequences of a tape depend on its epoch.
+    """
     tape = tape_limits(streams)
     small = tape._replace(max_bytes=0, keep_old=False)
     ops = small._replace(max_age_s=streams.ops_max_age_s, max_bytes=streams.ops_max_bytes)

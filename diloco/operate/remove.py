@@ -1,7 +1,7 @@
-"""`diloco run delete`: lists the belongings of a run, and removes them.
+"""`diloco run delete`: lists the streams and objects of a run, and removes them.
 
-Objects are removed first and the layout last: an interrupted removal can be repeated as long as the
-run can be opened, which needs its tape and its layout.
+Objects are removed first, then the streams, and the layout's object last: an interrupted removal
+can be repeated as long as the run can be opened, which needs its tape and its layout.
 """
 
 import contextlib
@@ -25,8 +25,9 @@ class Belongings:
     """The streams and objects of a run.
 
     Attributes:
-        streams: bytes of each existing stream.
-        objects: names in the store, below the run's name.
+        ended: whether the run has ended.
+        streams: by name, the bytes of each existing stream.
+        objects: names and sizes of the objects below the run's name in the store.
         places: the addresses of bus and store, for people.
     """
 
@@ -55,10 +56,10 @@ class Belongings:
 
 
 async def check_bundled(target: str, file: Path) -> None:
-    """Reads a bundle back, and compares it with the run.
+    """Reads a bundle back, and compares it with the run's tape.
 
     Raises:
-        IntegrityError: the bundle is damaged, or lacks a part of the run's tape.
+        IntegrityError: the bundle is damaged, without objects, or lacks a part of the run's tape.
     """
     async with open_run(target) as opened:
         context = opened.context
@@ -75,7 +76,7 @@ async def check_bundled(target: str, file: Path) -> None:
 
 
 async def belongings(target: str, *, going_on: bool) -> Belongings:
-    """Lists the belongings of a run.
+    """Lists the streams and objects of a run.
 
     Args:
         target: RUN.
@@ -112,7 +113,7 @@ async def _streams(opened: OpenRun) -> dict[str, int]:
 
 
 async def remove(target: str, found: Belongings) -> None:
-    """Removes a run.
+    """Removes the streams and objects in `found` of the run `target`.
 
     Raises:
         DilocoError: bus or store are unreachable, or do not permit it.

@@ -1,7 +1,8 @@
-"""`diloco run gc`: collects the garbage of a whole run, beside its aggregators or without any.
+"""`diloco run gc`: collects the garbage of a whole run, whether its aggregators run or not.
 
-No aggregator's state tells which updates are pending, so every manifest from a fragment's position
-on counts as pending. It also collects what aggregators do not track: shards of unknown learners.
+This command does not have an aggregator's state, which tells the pending updates. So every manifest
+from a fragment's position on counts as pending. It also collects what aggregators do not track:
+shards of unknown learners.
 """
 
 from collections import Counter, defaultdict
@@ -41,7 +42,13 @@ KINDS = ("shard", "delta", "view", "outer", "record", "checkpoint")
 
 @dataclass
 class GarbageFound:
-    """The garbage of a run; `messages` counts the messages that `trims` remove from the tape."""
+    """The garbage of a run.
+
+    Attributes:
+        trims: by subject, the sequence below which messages are to be removed.
+        objects: the objects to delete.
+        messages: the number of messages that `trims` remove from the tape.
+    """
 
     trims: list[Trim] = field(default_factory=list)
     objects: list[GarbageObject] = field(default_factory=list)
@@ -49,7 +56,12 @@ class GarbageFound:
 
 
 class StoreListing(NamedTuple):
-    """The store's contents: objects by fragment, and the learners that have shards."""
+    """The store's contents.
+
+    Attributes:
+        objects: names and sizes, by fragment.
+        learners: the learners that have shards.
+    """
 
     objects: dict[int, list[ObjectInfo]]
     learners: set[str]
@@ -59,10 +71,10 @@ class TapeFacts(NamedTuple):
     """The tape's contents, as far as collecting garbage needs them.
 
     Attributes:
-        sequences: sequences of all messages, by subject.
-        lives: newest incarnation of each learner that has joined.
-        manifests: (sequence, update) of each fragment.
-        extent: first and last sequence of the tape.
+        sequences: stream sequences of all messages, by subject.
+        lives: by learner that has joined, its newest incarnation.
+        manifests: by fragment, the (stream sequence, update) of its manifests.
+        extent: first and last stream sequence of the tape.
     """
 
     sequences: dict[str, list[int]]
@@ -88,7 +100,9 @@ async def collect(target: str, *, dry_run: bool) -> GarbageFound:
 
 
 async def find(context: RunContext, section: GcSection) -> GarbageFound:
-    """Returns a run's garbage; reads in the order of `aggregator/owner/garbage_collector.py`.
+    """Returns a run's garbage, and removes nothing.
+
+    It reads store and tape in the order of `aggregator/owner/garbage_collector.py`.
 
     Raises:
         DilocoError: as `collect`.
@@ -122,7 +136,7 @@ async def find(context: RunContext, section: GcSection) -> GarbageFound:
 
 
 def _listing(context: RunContext) -> StoreListing:
-    """Lists all objects that belong to a fragment; blocks."""
+    """Lists the objects of all fragments; blocks."""
     stored = StoreListing(defaultdict(list), set())
     for info in context.store.list(names.learners_prefix(context.run)):
         shard = names.parse_shard(context.run, info.name)
@@ -136,7 +150,7 @@ def _listing(context: RunContext) -> StoreListing:
 
 
 async def _hear(context: RunContext) -> TapeFacts:
-    """Reads the tape, keeping facts and no messages."""
+    """Reads the whole tape and keeps only the facts of `TapeFacts`."""
     heard = TapeFacts(defaultdict(list), {}, defaultdict(list), Extent())
     async for item in read_tape(context):
         heard.extent.take(item)
@@ -153,8 +167,9 @@ async def _hear(context: RunContext) -> TapeFacts:
 def _lives(heard: TapeFacts, learners: set[str]) -> dict[str, int]:
     """Returns the newest incarnation of every learner that has a message or a shard.
 
-    A learner that has never joined this tape has no life on it: no shard that it stored before the
-    tape was read can be announced, so its incarnation counts as one beyond the tape.
+    A learner without a join on this tape cannot announce a shard that it stored before the tape was
+    read. So its incarnation counts as the sequence after the tape's last: all its shards are
+    garbage.
     """
     subjects = [names.parse_subject(subject) for subject in heard.sequences]
     speaking = {
@@ -171,7 +186,7 @@ def _count(sequences: Sequence[int], trim: Trim) -> int:
 
 
 def table(found: GarbageFound, *, dry_run: bool) -> Table:
-    """Returns a table of the garbage found, by kind."""
+    """Returns a table of the garbage found: number and bytes by kind."""
     title = "would be removed" if dry_run else "removed"
     shown = plain_table("kind", "count", "bytes", title=title)
     counts, sizes = Counter[str](), Counter[str]()
@@ -189,7 +204,9 @@ T = TypeVar("T")
 
 
 async def timed(target: str, work: Callable[[], Awaitable[T]], options: "TimerOptions") -> T:
-    """Runs `work` once NATS and the store are reachable; reports to systemd while it waits.
+    """Runs `work`; tries again for `options.wait_s` seconds while NATS or the store is unreachable.
+
+    It reports to systemd while it waits.
 
     Raises:
         DilocoError: raised by `work`, or the last transient fault when the time was over.
@@ -210,7 +227,10 @@ async def timed(target: str, work: Callable[[], Awaitable[T]], options: "TimerOp
 
 
 async def status(target: str, options: "TimerOptions") -> int:
-    """Returns the exit status of a timer's work; with `until_end`, whether the run has ended."""
+    """Returns the exit status of a command that a timer runs.
+
+    It is `Exit.OVER` if the run has ended and `options.until_end` asks for that; else `Exit.ENDED`.
+    """
     if not options.until_end:
         return Exit.ENDED
     async with open_run(target, reads=True) as opened:

@@ -1,7 +1,7 @@
 """`diloco host units`: installs the systemd units of `infra/systemd` on a machine.
 
-Each file begins with a line that holds a digest of the rest. So an edited file is recognized, and
-named instead of overwritten; drop-ins of other names are never touched.
+Each file begins with a line that has a digest of the rest. By that an edited file is recognized: it
+is named to the operator, and not overwritten. Drop-ins with other names are not touched.
 """
 
 import hashlib
@@ -20,18 +20,19 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.run.cli.folders import make_folder
 
 SYSTEMD = Path("/etc/systemd/system")
-# Folders of the files that are not units, by the end of their names.
+# Files that are not units go into these folders, by the end of their names.
 BESIDE = {"-sysusers.conf": Path("/etc/sysusers.d"), "-tmpfiles.conf": Path("/etc/tmpfiles.d")}
-# Units with ProtectHome= do not see files below these.
+# Units with ProtectHome= cannot see files below these folders.
 HOMES = ("/home", "/root", "/run/user")
 # Suffix of the copy of an edited file, which systemd does not read.
 KEPT = ".edited"
 OURS = "# Written by diloco host units; to change it: systemctl edit. "
-# The folder that the units name; the folder of this machine's programs replaces it.
+# The folder of programs in the units' templates; that of this machine replaces it.
 PROGRAMS = Path("/opt/diloco/bin")
-# systemd's own exit statuses (systemd.exec(5)): no program, no such group, no such user.
+# Exit statuses of systemd itself (systemd.exec(5)): no program, no such group, no such user.
 SYSTEMD_FINAL = (203, 216, 217)
-# From version 254 on systemd has RestartSteps for this, but it counts restarts of years.
+# From version 254 on systemd has RestartSteps= for growing pauses, but that counts all restarts of
+# a unit, even of years.
 PAUSES = r"""# Before each restart 5 s more, up to a minute; after a life of ten minutes
 # from the beginning. (A program with "+" runs as root.)
 [Service]
@@ -58,7 +59,7 @@ USES_STORE = (
     "diloco-gc.service",
     "diloco-learner@.service",
 )
-# A folder has one owner, but systemd would make up another user for each daemon.
+# A folder has one owner, but with DynamicUser= systemd would make another user for each daemon.
 STORE_SYSUSERS = """# For systemd-sysusers: owner of the store's folder, and the daemons' user.
 u diloco - "diloco daemons"
 """
@@ -82,11 +83,12 @@ class UnitOptions:
     """Options of `diloco host units`.
 
     Attributes:
-        units: write only these, with or without `.service`; an instance stands for its template.
+        units: write only these, with or without `.service`; for an instance (`a@b`) its template.
         folder: systemd's folder of units.
-        programs: folder that has `diloco` and `nats-server`; None for this program's own.
+        programs: folder that has `diloco` and `nats-server`; None for this program's folder.
         credentials: whether NATS requires credentials.
-        store_folder: the store is this folder; the daemons run as its owner.
+        store_folder: the folder that is the run's store, as whose owner the daemons run; None:
+            the store is not a folder.
         overwrite: overwrite edited files too, after making a copy of each.
         dry_run: write nothing.
     """
@@ -126,7 +128,10 @@ class UnitOptions:
 
 
 def install_units(wanted: UnitOptions) -> tuple[list[Path], dict[Path, Path]]:
-    """Writes the units; returns the files written, or to be written, and the copies of edited ones.
+    """Writes the units; with `dry_run` only returns what it would write.
+
+    Returns:
+        The files written, and for each edited file that was overwritten its copy.
 
     Raises:
         ConfigError: programs that units cannot start, edited files, no such unit, or a folder that
@@ -154,12 +159,12 @@ def install_units(wanted: UnitOptions) -> tuple[list[Path], dict[Path, Path]]:
 
 
 def marked(text: str) -> str:
-    """Returns the text, below a line that marks the file as written by this program."""
+    """Returns a file's text below a line with its digest, by which `is_edited` judges the file."""
     return f"{OURS}{_digest(text)}\n{text}"
 
 
 def is_edited(text: str) -> bool:
-    """True if a file was edited since this program wrote it, or was written by another."""
+    """True if the text of a file was edited since this program wrote it, or is by someone else."""
     first, _, rest = text.partition("\n")
     return first != f"{OURS}{_digest(rest)}"
 
@@ -177,7 +182,7 @@ def _place(folder: Path, name: str) -> Path:
 
 
 def _edited(files: Mapping[Path, str]) -> list[Path]:
-    """Returns the files that were edited, or written, by hand."""
+    """Returns the existing files that were edited, or written, by hand."""
     edited = []
     for path, text in files.items():
         try:
@@ -192,7 +197,11 @@ def _edited(files: Mapping[Path, str]) -> list[Path]:
 
 
 def _check_programs(folder: Path) -> Path:
-    """Checks the folder of programs; returns it without symbolic links, which may move."""
+    """Returns the folder of programs without symbolic links, which may be changed later.
+
+    Raises:
+        ConfigError: it has no `diloco`, or the units could not see it.
+    """
     program = folder / "diloco"
     if not program.is_file() or not program.stat().st_mode & stat.S_IXUSR:
         raise ConfigError(
@@ -239,7 +248,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def render(options: UnitOptions, programs: Path) -> dict[str, str]:
-    """Returns the text of every file, by its name below systemd's folder. Pure."""
+    """Returns the text of every file, by its name, such as `nats-server.service`. Pure."""
     files = {}
     for item in resources.files("diloco.infra.systemd").iterdir():
         if item.name.endswith((".service", ".timer", ".conf")):
@@ -260,7 +269,7 @@ def _store_files(folder: Path) -> dict[str, str]:
 
 
 def choose(files: Mapping[str, str], units: Sequence[str]) -> dict[str, str]:
-    """Returns the files of the named units, and the files that belong to no unit.
+    """Returns the files of the named units (all without names), and those that belong to no unit.
 
     Raises:
         ConfigError: there is no unit of such a name.
@@ -277,7 +286,10 @@ def choose(files: Mapping[str, str], units: Sequence[str]) -> dict[str, str]:
 
 
 def _stem(name: str) -> str:
-    """Returns the name that a unit shares with its timer and drop-ins; an instance's template's."""
+    """Returns the name that a unit's file shares with its timer and drop-ins, without suffix.
+
+    Of an instance it is the name of its template, up to "@".
+    """
     before, at, _ = name.partition("@")
     return before + at if at else name.partition(".")[0]
 
@@ -295,7 +307,7 @@ def _without_credentials(text: str) -> str:
 
 
 def _with_statuses(text: str) -> str:
-    """Returns the unit with the exit statuses after which systemd does not restart it."""
+    """Returns a unit's text with the exit statuses after which systemd does not restart it."""
     statuses = " ".join(str(int(status)) for status in (*errors.final(), *SYSTEMD_FINAL))
     setting = "RestartPreventExitStatus="
     return text.replace(f"{setting}\n", f"{setting}{statuses}\n")

@@ -1,4 +1,7 @@
-"""The processes of a local run: started as an operator would, watched, restarted, ended."""
+"""The processes of a local run: starts the commands of an operator, watches and restarts them.
+
+A *life* of a daemon is the time from one start of its processes to their end.
+"""
 
 import os
 import re
@@ -16,24 +19,28 @@ from diloco.common.process.nats_server import LOOPBACK, NatsServer, free_port, i
 from diloco.common.protocol.errors import DilocoError
 from diloco.operate.local.reaper import Reaper
 
-# Failures within a minute after which a process is not restarted.
+# A daemon is not restarted after this many failures within WITHIN_S seconds.
 FAILURES = 5
 WITHIN_S = 60.0
-# Consecutive failures of the same kind after which it is not restarted either, however long it ran.
+# Nor after this many failures of the same kind in a row, however long it ran.
 ALIKE = 3
 TAIL_LINES = 12
-# The priority of daemons that yield: below all others.
+# The niceness of daemons that yield: the lowest priority.
 NICE = 19
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
-# Seconds that the peers of a learner's dead host have to end themselves.
+# When a learner's host has ended, its other hosts are killed after this many seconds.
 HOSTS_END_S = 30.0
 
 
 @dataclass
 class Process:
-    """One process of a daemon: its command, its log, and whether it runs.
+    """One process of a daemon.
 
-    `environment` holds the differences from our environment; None removes a variable.
+    Attributes:
+        name: the daemon's name, or NAME.HOST for a host of a learner.
+        arguments: those of the command `diloco`.
+        environment: changes to this process's environment; None removes a variable.
+        running: its newest process; None before the first start.
     """
 
     name: str
@@ -44,12 +51,12 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """The process id, while it runs."""
+        """The process id; None if it does not run."""
         return self.running.pid if self.running and self.running.poll() is None else None
 
     @property
     def status(self) -> int | None:
-        """The process's exit status, once it has ended."""
+        """The exit status (-N after signal N); None before it has ended."""
         return self.running.poll() if self.running else None
 
 
@@ -57,10 +64,16 @@ class Process:
 class Daemon:
     """A daemon and its restarts: one process, or one for each host of a learner.
 
-    `failed` is the process that failed first in this life, noticed at `failing_since_s`; its peers
-    end then, since they cannot continue without it. `killed`: we killed it. `ways`: how its last
-    lives failed. `spare`: the run can continue without it, while another like it runs. `yields`: it
-    runs at the lowest priority.
+    Attributes:
+        cores: the CPU cores that its processes use; None: any.
+        ended: True once it has ended and is not started again.
+        failed_at_s: when it failed recently, by the monotonic clock.
+        ways: how its lives failed (`way_of`).
+        spare: True if the run can continue without it, while another spare daemon runs.
+        yields: True if it runs at the lowest priority.
+        failed: the process that failed first in this life. The others cannot continue without it.
+        failing_since_s: when that was noticed, by the monotonic clock.
+        killed: True if `LocalDaemons.kill` killed a host in this life.
     """
 
     name: str
@@ -78,13 +91,13 @@ class Daemon:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the first process, while all run; else None."""
+        """Process id of the first process; None unless all run."""
         pids = [process.pid for process in self.processes]
         return None if None in pids else pids[0]
 
     @property
     def status(self) -> int | None:
-        """The exit status, once all processes have ended: that of the first, unless it is 0."""
+        """The first exit status that is not 0, else 0; None before all processes have ended."""
         found = [process.status for process in self.processes]
         if None in found:
             return None
@@ -92,7 +105,16 @@ class Daemon:
 
 
 class LocalDaemons:
-    """The daemons of a local run; none outlives this object, however it ends."""
+    """The daemons of a local run. None outlives this object's command, however that ends.
+
+    Args:
+        logs: the folder of their log files.
+
+    Attributes:
+        daemons: by name.
+        given_up: sentences on daemons that are not restarted any more.
+        came_back: sentences on daemons that failed and were restarted.
+    """
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
@@ -110,7 +132,7 @@ class LocalDaemons:
         return sum(daemon.restarts for daemon in self.daemons.values())
 
     def adopt(self, server: NatsServer) -> None:
-        """Watches a running server: restarts it if it dies; the reaper ends it if we die."""
+        """Watches a running NATS server: restarts it if it dies, and has the reaper end it."""
         self._server = server
         self._watch_server()
 
@@ -127,10 +149,15 @@ class LocalDaemons:
         spare: bool = False,
         yields: bool = False,
     ) -> Daemon:
-        """Starts `diloco ARGUMENTS...` under a name, with a log file of its own.
+        """Starts `diloco ARGUMENTS...` under a name, with a separate log file.
 
-        Several lists of arguments are the hosts of one learner: each host has a process, NAME.HOST,
-        which is told its number and host 0's address, at a new port in each life.
+        Args:
+            name: the daemon's name.
+            arguments: one list of arguments; or several, one for each host of a learner. Each host
+                is also told its number and the address of host 0, with a new port in each life.
+            cores: the CPU cores to use; None: any.
+            environments: for each process, changes to this process's environment.
+            spare, yields: as in `Daemon`.
         """
         names = [name] if len(arguments) == 1 else [f"{name}.{i}" for i in range(len(arguments))]
         changes = environments or [{} for _ in arguments]
@@ -175,9 +202,9 @@ class LocalDaemons:
             os.setpriority(os.PRIO_PROCESS, process.running.pid, NICE)
 
     def kill(self, name: str) -> str:
-        """Kills a daemon by SIGKILL and restarts it; returns the name of the killed process.
+        """Kills a daemon by SIGKILL and restarts it; returns a name of what was killed.
 
-        Of a learner of several hosts the last host is killed. The others end automatically then,
+        Of a learner of several hosts the last host is killed. The others then end by themselves,
         and `look_after` restarts all of them.
         """
         daemon = self.daemons[name]
@@ -192,7 +219,7 @@ class LocalDaemons:
         return name
 
     def end(self, name: str) -> None:
-        """Kills a daemon by SIGKILL, with all its hosts."""
+        """Kills a daemon by SIGKILL, with all its hosts; it is not restarted."""
         for process in self.daemons[name].processes:
             self._kill(process)
 
@@ -202,15 +229,15 @@ class LocalDaemons:
             self._collect(process)
 
     def start_again(self, name: str) -> None:
-        """Restarts a daemon that was ended."""
+        """Restarts a daemon whose processes have ended."""
         self.daemons[name].restarts += 1
         self._spawn(self.daemons[name])
 
     def look_after(self, *names: str) -> None:
-        """Notes daemons that have ended; restarts those that have failed: all, if none is named.
+        """Checks the NATS server and the named daemons (all without names); restarts failed ones.
 
         Raises:
-            DilocoError: a daemon fails again and again; the end of its log is shown.
+            DilocoError: a daemon fails again and again; the message has the end of its log.
         """
         if self._server is not None and not self._server.running:
             self._server.start()
@@ -254,7 +281,7 @@ class LocalDaemons:
         self.start_again(daemon.name)
 
     def _give_up(self, daemon: Daemon, failed: Process) -> None:
-        """Does not restart a daemon any more; the run continues if another like it runs.
+        """Notes that a daemon is not restarted any more; the run continues if another like it runs.
 
         Raises:
             DilocoError: there is no other.
@@ -267,11 +294,11 @@ class LocalDaemons:
         self.given_up.append(f"{said}; it is not started again ({_hint(failed.log_path)})")
 
     def _ran_long(self, daemon: Daemon) -> bool:
-        """True if the daemon ever started its work: otherwise it is misconfigured."""
+        """True if all the daemon's processes have logged "started"; else it is misconfigured."""
         return all('"started"' in _read(process) for process in daemon.processes)
 
     def tail(self, daemon: Daemon) -> str:
-        """Returns the last lines of a daemon's log; of several hosts, that of the first to fail."""
+        """Returns the last lines of a daemon's log; of several hosts, of the first that failed."""
         text = _read(daemon.failed or daemon.processes[0])
         return "\n".join(text.splitlines()[-TAIL_LINES:])
 
@@ -281,7 +308,7 @@ class LocalDaemons:
         self._reaper.forget(process.running.pid)
 
     def stop(self, *, within_s: float) -> None:
-        """Asks all daemons to end, learners first; kills any that still run after `within_s`."""
+        """Asks learners, then aggregators, to end; kills those that still run after `within_s`."""
         order = sorted(
             self.daemons.values(), key=lambda daemon: daemon.name.startswith("aggregator")
         )
@@ -315,14 +342,17 @@ class LocalDaemons:
 
 
 def way_of(status: int | None, text: str) -> str:
-    """Returns how a life ended, as text without its numbers; "" after a signal."""
+    """Returns how a process failed: status and error with numbers replaced, to compare failures.
+
+    It is "" after a signal.
+    """
     if status is None or status < 0:
         return ""
     return f"{status}: {_NUMBER.sub('N', last_words(text))}"
 
 
 def how_ended(process: Process) -> str:
-    """Returns how a process ended, as text: its signal, or its status and error."""
+    """Returns how a process ended, as text: by which signal, or with which status and error."""
     status = process.status or 0
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
@@ -331,7 +361,7 @@ def how_ended(process: Process) -> str:
 
 
 def last_words(text: str) -> str:
-    """Returns the error that a log ends with: its last "error:" line, else its last line."""
+    """Returns the error at the end of a log's text: its last "error:" line, else its last line."""
     lines = [line for line in text.splitlines() if line and not line.startswith(("{", "hint: "))]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (errors or lines or [""])[-1].strip()

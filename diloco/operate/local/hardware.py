@@ -1,7 +1,7 @@
 """The hardware of each learner of a local run: devices as a mesh, and processes that share them.
 
-Each learner gets whole accelerators if there are enough. If not, learners share GPUs: equal parts
-of a GPU's memory, its speed divided by demand. A TPU chip serves one process.
+Each learner gets whole accelerators if there are enough. If not, learners share GPUs: each reserves
+an equal part of a GPU's memory, and they compete for its time. A TPU chip serves one process.
 """
 
 import math
@@ -15,13 +15,13 @@ from diloco.common.process.config import AXES, LearnerSection, MeshSection
 from diloco.common.protocol.errors import ConfigError
 from diloco.run.cli.format_numbers import human_bytes
 
-# Memory of each process outside JAX's reservation: CUDA's own context, kernels.
+# Memory of a GPU that each process uses outside JAX's reservation: CUDA's context, kernels.
 CONTEXT_BYTES = 768 << 20
 # With less memory there is no room for a useful model.
 LEAST_BYTES = 1 << 30
 # The part of a GPU's memory that its processes reserve together; JAX itself takes 0.75.
 RESERVED = 0.9
-# Sizes of the block of chips that one process can have.
+# By number of chips, the bounds (x,y,z) of the block of TPU chips that one process can have.
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
@@ -29,8 +29,8 @@ class ProcessAccelerators(NamedTuple):
     """The accelerators that one process uses, whole or in part.
 
     Attributes:
-        names: names of its accelerators.
-        memory: its part of their memory; None for JAX's default.
+        names: names of its accelerators, such as GPU indices.
+        memory: the fraction of their memory that it reserves; None for JAX's default.
         whole_machine: whether these are all accelerators of the machine.
     """
 
@@ -40,7 +40,7 @@ class ProcessAccelerators(NamedTuple):
     whole_machine: bool = False
 
     def environment(self) -> dict[str, str | None]:
-        """Returns the environment that makes JAX take these accelerators and no others."""
+        """Returns the variables by which JAX uses these accelerators alone; None removes one."""
         found: dict[str, str | None] = {"JAX_PLATFORMS": f"{self.kind},cpu"}
         if self.kind == "cuda":
             found |= {
@@ -64,7 +64,7 @@ class ProcessAccelerators(NamedTuple):
         }
 
     def words(self) -> str:
-        """Returns them as text: "GPU 0, 1", "45 % of GPU 0"."""
+        """Returns the accelerators as text: "GPU 0, 1", "45 % of GPU 0"."""
         noun = "GPU" if self.kind == "cuda" else "TPU chip"
         part = "" if self.memory is None else f"{self.memory:.0%} of "
         return f"{part}{noun} {', '.join(self.names)}"
@@ -76,8 +76,9 @@ class Hardware(NamedTuple):
     Attributes:
         devices: number of devices of all its processes.
         hosts: number of its processes.
-        forced: whether JAX emulates this number of devices on the CPU.
-        per_process: the accelerators of each process; none for a learner on the CPU.
+        forced: whether the user gave the number of devices; without accelerators JAX emulates
+            them on the CPU.
+        per_process: the accelerators of each process; empty for a learner on the CPU.
     """
 
     devices: int = 1
@@ -86,12 +87,12 @@ class Hardware(NamedTuple):
     per_process: tuple[ProcessAccelerators, ...] = ()
 
     def arguments(self) -> list[str]:
-        """Returns the arguments with which each of its processes is started."""
+        """Returns the arguments for each of its processes: the number of devices to emulate."""
         own = self.forced and not self.per_process
         return ["--cpu-devices", str(self.devices // self.hosts)] if own else []
 
     def environments(self) -> list[dict[str, str | None]]:
-        """Returns the changes to our environment, for each of its processes."""
+        """Returns, for each of its processes, the changes to this process's environment."""
         if not self.per_process:
             return [{} for _ in range(self.hosts)]
         return [one.environment() for one in self.per_process]
@@ -118,6 +119,13 @@ def divide(
     found: Accelerators, wanted: Mapping[str, Hardware]
 ) -> dict[str, tuple[ProcessAccelerators, ...]]:
     """Divides accelerators among the processes of each learner.
+
+    Args:
+        found: the machine's accelerators.
+        wanted: by learner, the hardware that it is to have.
+
+    Returns:
+        By learner, the accelerators of each of its processes.
 
     Raises:
         ConfigError: there are too few accelerators.
@@ -151,7 +159,11 @@ def _whole(
 def _processes(
     found: Accelerators, learner: str, mine: Sequence[str], hosts: int
 ) -> tuple[ProcessAccelerators, ...]:
-    """Divides one learner's accelerators among its processes."""
+    """Divides one learner's accelerators (`mine`) among its processes.
+
+    Raises:
+        ConfigError: the accelerators cannot be divided so.
+    """
     if found.kind == "tpu" and (hosts > 1 or len(mine) not in TPU_BOUNDS):
         raise ConfigError(
             f"{learner} would have {found.count(len(mine))} in {hosts} process(es); one process "
@@ -176,7 +188,11 @@ def _processes(
 def _parts(
     found: Accelerators, learners: Sequence[str]
 ) -> dict[str, tuple[ProcessAccelerators, ...]]:
-    """Gives learners parts of GPUs' memory, in turn over the GPUs."""
+    """Assigns learners to GPUs in turn, and gives each an equal part of its GPU's memory.
+
+    Raises:
+        ConfigError: the parts would be too small.
+    """
     gpus = len(found.names)
     sharing = [len(learners[index::gpus]) for index in range(gpus)]
     most = max(sharing)
@@ -199,7 +215,10 @@ def _parts(
 
 
 def _part(found: Accelerators, sharing: int) -> float | None:
-    """Returns the part of a GPU's memory that each of `sharing` learners reserves; None for one."""
+    """Returns the fraction of a GPU's memory that each of `sharing` learners reserves.
+
+    None, JAX's default, for one.
+    """
     if sharing == 1:
         return None
     context = CONTEXT_BYTES / found.memory_bytes if found.memory_bytes else 0.0
@@ -216,7 +235,7 @@ def _too_few(found: Accelerators, wanted: Mapping[str, Hardware], asked: int) ->
 
 
 def _power_of_two(number: int) -> int:
-    """Returns the largest power of two up to `number`: it divides batches and chip blocks."""
+    """Returns the largest power of two up to `number`, which batches and blocks of chips need."""
     return 1 << (number.bit_length() - 1)
 
 
@@ -225,7 +244,10 @@ _MESHES = "for example --mesh 4,2,1,1; with other axes --mesh data=2/fsdp=2,tens
 
 
 def count_learners(learners: int | None, mesh: str | None, hosts: str | None) -> int:
-    """Returns the number of learners: `learners` if given, else the length of the lists."""
+    """Returns the number of learners: `learners`, else the length of the list in `mesh` or `hosts`.
+
+    If all are None it is `LEARNERS`.
+    """
     if learners is not None:
         return learners
     listed = mesh if mesh is not None else hosts
@@ -237,7 +259,11 @@ def set_hardware(
 ) -> dict[str, Hardware]:
     """Puts the meshes of --mesh into the section `learner`; returns each learner's hardware.
 
-    If a list is not given, the hardware follows from the section.
+    Args:
+        section: the section of the document, which is changed.
+        names: the learners' names.
+        mesh: the list of --mesh; None: the section's meshes.
+        hosts: the list of --hosts; None: the section's number of hosts.
 
     Raises:
         ConfigError: a list is invalid, or has the wrong length.
@@ -263,15 +289,15 @@ def set_hardware(
 
 
 def on_cpu(hardware: dict[str, Hardware]) -> dict[str, Hardware]:
-    """Returns each learner's hardware, on the CPU even if there are accelerators."""
+    """Returns each learner's hardware with devices that are emulated on the CPU."""
     return {name: one._replace(forced=True) for name, one in hardware.items()}
 
 
 def on_accelerators(hardware: dict[str, Hardware], found: Accelerators) -> dict[str, Hardware]:
-    """Returns each learner's hardware, with its part of the accelerators that were found.
+    """Returns each learner's hardware with its part of the machine's accelerators.
 
     Raises:
-        ConfigError: there are fewer accelerators than learners.
+        ConfigError: there are too few accelerators.
     """
     divided = divide(found, hardware)
     return {

@@ -1,6 +1,6 @@
-"""Ends the processes of a local run if the command that started them dies without doing so.
+"""Kills the processes of a local run if the command that started them dies without ending them.
 
-The reaper is a process of its own, which reads lines "+PID" and "-PID" on standard input. The input
+The reaper is a separate process, which reads lines "+PID" and "-PID" on standard input. The input
 ends when the command ends, however it dies; then the reaper kills all processes still listed.
 """
 
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 class Reaper:
-    """Starts the reaper, and tells it which processes to kill if this command dies."""
+    """Starts the reaper, and names to it the processes to kill if this command dies."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

@@ -1,7 +1,7 @@
-"""`diloco local`: a whole run on this machine, every part a process of its own.
+"""`diloco local`: a whole run on this machine, each daemon a separate process.
 
-It calls only an operator's commands: a NATS server, `diloco run create`, `diloco aggregator`,
-`diloco learner`; and it watches the tape as any reader could.
+It starts a NATS server and the commands that an operator would: `diloco run create`,
+`diloco aggregator`, `diloco learner`. It watches the tape as any reader could.
 """
 
 import asyncio
@@ -55,9 +55,9 @@ from diloco.show.page.following import LiveRun, served
 REFRESH_S = 0.5
 LINE_S = 10.0
 STOP_S = 15.0
-# Processes that are not daemons of the run.
+# Names of processes that are not daemons of the run.
 CREATE, SCORES = "create", "scores"
-# The least seconds between two scores, and the most of the time that scoring takes.
+# The least seconds between two scores, and the greatest share of the time that scoring takes.
 SCORE_S, SCORE_SHARE = 5.0, 0.1
 
 
@@ -69,7 +69,10 @@ class _Kill:
 
 
 def run_local(options: LocalOptions) -> int:
-    """Runs or resumes a local run; returns 0 once the run has ended, 130 after Ctrl-C.
+    """Runs or resumes a local run.
+
+    Returns:
+        The exit status: 0 once the run has ended, 130 after Ctrl-C.
 
     Raises:
         DilocoError: wrong options, or a daemon that cannot work; nothing to resume, or it runs.
@@ -93,7 +96,7 @@ def run_local(options: LocalOptions) -> int:
     own = options.config is not None or options.task is not None
     asked = ["none"] if own and options.kill is None else options.kill
     kills = _plan_kills(asked, learners, aggregator_names(options.aggregators), steps)
-    # Standard output is for the summary alone when a program reads it.
+    # With --json a program reads standard output, which gets the summary alone.
     console = Console(stderr=options.json)
     hardware = _place(console, options, document, hardware)
     if begins:
@@ -116,7 +119,7 @@ def _learner_names(options: LocalOptions) -> list[str]:
 
 
 def _check_unused(run_dir: Path) -> None:
-    """Refuses a folder that is not empty.
+    """Refuses a folder that a run cannot use.
 
     Raises:
         ConfigError: it is not a folder, not empty, or cannot be read or named.
@@ -148,7 +151,7 @@ def _place(
     document: dict[str, Any],
     hardware: dict[str, Hardware],
 ) -> dict[str, Hardware]:
-    """Assigns the machine's accelerators to the learners, if there are any; prints the assignment.
+    """Assigns the machine's accelerators, if there are any, to the learners; prints the assignment.
 
     Raises:
         ConfigError: there are too few.
@@ -176,14 +179,16 @@ def _place(
 
 
 def aggregator_names(count: int) -> list[str]:
-    """Returns the names of a local run's aggregators."""
+    """Returns the names of a local run's aggregators: aggregator, aggregator-1, aggregator-2 ..."""
     return ["aggregator", *(f"aggregator-{index}" for index in range(1, count))]
 
 
 def _plan_kills(
     wanted: list[str] | None, learners: list[str], aggregators: list[str], steps: int
 ) -> list[_Kill]:
-    """Returns the daemons to kill, each with its step.
+    """Returns the daemons to kill, each with the global step at which that is due.
+
+    `wanted` are the values of --kill; None: one learner after a third of the run.
 
     Raises:
         ConfigError: not NAME@STEP, or no daemon of that name.
@@ -207,7 +212,15 @@ def _plan_kills(
 
 @dataclass
 class LocalRun:
-    """One local run, from creation to summary."""
+    """One local run, from creation to summary.
+
+    Attributes:
+        learners: by name, each learner's hardware.
+        kills: the daemons to kill during the run.
+        fleet: its processes.
+        losses: the median of the learners' training losses, at each refresh of the screen.
+        note: a sentence on the screen.
+    """
 
     options: LocalOptions
     config: Config
@@ -302,13 +315,13 @@ class LocalRun:
         self._save_picture(self._frame(watch), summary)
 
     def _page(self, opened: OpenRun) -> AbstractAsyncContextManager[str]:
-        """Serves the run's page, on the usual port or any free one, until this command ends."""
+        """Serves the run's page, on the default port or any free one, until this command ends."""
         again = f"diloco dashboard {self._folder}"
         run = LiveRun(opened.context, opened.specification.created_at_s)
         return served(run, port=None, again=again)
 
     async def _is_created(self) -> bool:
-        """True if there is a run to resume; one that was created only in part is completed."""
+        """True if there is a run to resume, with version 0 of every fragment."""
         if self.options.resume is None:
             return False
         try:
@@ -320,7 +333,7 @@ class LocalRun:
         return True
 
     async def _create(self) -> None:
-        """Creates the run; its daemons start meanwhile, and wait for it."""
+        """Creates the run, or completes it; its daemons start meanwhile, and wait for it."""
         source = ["--from", self.options.source] if self.options.source else []
         command = ["run", "create", "--config", str(self.config_path), *source]
         self.fleet.start(CREATE, command)
@@ -329,13 +342,13 @@ class LocalRun:
             await self._end_of(CREATE)
 
     async def _end_of(self, name: str) -> None:
-        """Waits for one process to end, so that its failure is reported before others'."""
+        """Waits until one process ends; raises its error before those of others."""
         while not self.fleet.daemons[name].ended:
             await asyncio.sleep(0.05)
             self.fleet.look_after(name)
 
     def _start_scores(self) -> None:
-        """Starts scoring the model beside the run, at the lowest priority."""
+        """Starts a process that scores the model during the run, at the lowest priority."""
         command = ["evaluate", str(self.config_path), "--follow", "--json"]
         pace = ["--every-s", str(SCORE_S), "--share", str(SCORE_SHARE)]
         self.fleet.start(SCORES, [*command, *pace], yields=True)
@@ -358,7 +371,7 @@ class LocalRun:
             )
 
     def _port(self, ports: Iterator[int]) -> list[str]:
-        """Returns the option for a daemon's metrics port, if the run's file sets a first one."""
+        """Returns the option for a daemon's metrics port, if the run's file sets the first port."""
         return ["--metrics-port", str(next(ports))] if self.config.metrics.port else []
 
     async def _watch(self, watch: Watch) -> None:
@@ -417,7 +430,7 @@ class LocalRun:
         )
 
     async def _wait_for_daemons(self) -> None:
-        """Waits until all daemons have ended after the run's end; `stop` ends the others."""
+        """Waits after the run's end until all daemons have ended, for at most `STOP_S` seconds."""
         deadline_s = time.monotonic() + STOP_S
         while time.monotonic() < deadline_s:
             self.fleet.look_after()
@@ -463,7 +476,10 @@ class LocalRun:
 
 
 def _cores(index: int, learners: int) -> set[int] | None:
-    """Returns the cores of one learner, so that learners do not share them; None for any."""
+    """Returns the CPU cores of a learner, by its index among `learners`; None for any.
+
+    Learners share no core if there are enough.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return None
     available = sorted(os.sched_getaffinity(0))

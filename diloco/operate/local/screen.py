@@ -1,4 +1,4 @@
-"""The screen of a local run: a table on a terminal, an occasional line elsewhere."""
+"""The screen of a local run: a table on a terminal, a line now and then elsewhere."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from diloco.run.comparison import TIMES, gap
 from diloco.run.state import RunStatus
 from diloco.show.status.screen import spark
 
-# A learner without a heartbeat for this time is shown as starting.
+# A learner without a heartbeat for this many seconds is shown as starting.
 SILENT_S = 5.0
 WIDTH = 100
 COURSE = 48
@@ -30,8 +30,11 @@ class Picture:
     """The figures of a local run at one moment.
 
     Attributes:
-        losses: median over the learners, from the beginning to now.
+        observed: the run's state from tape and heartbeats.
+        losses: the median of the learners' training losses, at each refresh so far.
+        note: a sentence to show; may be empty.
         behind: whether the tape's past is still being read.
+        elapsed_s: seconds since this command began.
     """
 
     run: str
@@ -45,7 +48,7 @@ class Picture:
 
 
 def state_of(frame: Picture, learner: str) -> str:
-    """Returns one word for a learner's state."""
+    """Returns one word for a learner's state: that of its process, or of its last heartbeat."""
     daemon = frame.daemons.get(learner)
     if daemon is None:
         return "waiting"
@@ -73,14 +76,14 @@ def line(frame: Picture) -> str:
 
 
 def _far(frame: Picture) -> Iterator[tuple[str, float]]:
-    """Yields learners whose loss is far from the median, which hides them."""
+    """Yields (learner, loss) of learners whose loss is far from the median, which hides them."""
     for one in frame.observed.learners:
         if one.loss is not None and abs(gap(one.loss, frame.losses[-1])) >= math.log(TIMES):
             yield one.name, one.loss
 
 
 def picture(frame: Picture) -> RenderableType:
-    """Renders the run's figures for a terminal."""
+    """Returns the run's figures as a panel for a terminal."""
     return Panel(
         Group(_progress(frame), _learners(frame), _run(frame)),
         title=f"[bold]diloco[/] · run {frame.run}",
@@ -90,7 +93,7 @@ def picture(frame: Picture) -> RenderableType:
 
 
 def sentence(summary: dict[str, Any]) -> str:
-    """Returns the result as a sentence, with rich's markup."""
+    """Returns the summary of a run as a sentence, with rich's markup."""
     return (
         f"held-out loss [bold]{summary['eval_loss_first']:.4g}[/] → "
         f"[bold]{summary['eval_loss_last']:.4g}[/] after {summary['steps']} steps and "
