@@ -24,7 +24,7 @@ class Breach(NamedTuple):
 
     Attributes:
         rule: a key of `RULES` in `oracle/finding.py`; or "objects" (missing, or of another size),
-            "bytes" or "digests" (contents other than recorded).
+            "bytes" or "digests" (contents other than recorded), or "decision".
         where: the part of the run, for people: "fragment 0 version 5, message 57".
         what: the expected value and the value found, as a sentence.
     """

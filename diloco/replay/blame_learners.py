@@ -212,7 +212,10 @@ def judge(
 
 
 def _judge_slices(found: list[Sentence], slices: Mapping[str, Effects]) -> list[Sentence]:
-    """Replaces a learner's judgement by that on a slice that it harms and most others improve."""
+    """Returns the judgements `found`, some of them replaced by judgements on a slice.
+
+    These are of learners that harm a slice which most others improve.
+    """
     worst, ahead = list(found), [0.0] * len(found)
     for name, effects in slices.items():
         beside, turned = _UpdateColumns(effects), _UpdateColumns(effects, -1)
@@ -279,8 +282,8 @@ def _judge(
         told = late[beside.telling[late]]
         word = _word(*_means(beside, told))
     bound = _no_harm if word == "harmful" else _some_use
-    # Without it its rounds would have been worse: where steps are too long or batches small an
-    # update alone may do harm, and be one that the average needs.
+    # `needed`: without the learner its rounds would have been worse, or hardly better. Where steps
+    # are too long or batches small, an update may do harm alone and good in the average.
     loss = effects[int(own[-1])].loss_before
     did_told = float(beside.did[told].sum())
     needed = did_told < MATERIAL * abs(loss)
@@ -338,7 +341,10 @@ def _word(alone: float, usual: float) -> Word:
 
 
 def _turn(beside: _UpdateColumns, own: Places) -> int:
-    """Returns the index of the update from which on a learner's effects are worst in sum."""
+    """Returns the index in `own` from which on a learner's effects are worst in sum.
+
+    It is `len(own)` if they are nowhere worse than usual.
+    """
     best, at, summed = 0.0, len(own), 0.0
     for index in range(len(own) - 1, -1, -1):
         usual = median(beside.others(own[index]) or [0.0])

@@ -82,7 +82,8 @@ class BundleSummary(NamedTuple):
 async def _bundle(target: str, path: Path, wanted: BundleOptions) -> BundleSummary:
     async with open_run(target, name="bundle", reads=True, salvage=wanted.salvage) as opened:
         context = opened.context
-        # Listed before the tape is read: objects unknown to the tape are newer then.
+        # The store is listed before the tape is read: a listed object that the tape does not
+        # name is then newer than the tape.
         there = await context.runtime.call(context.store.list, f"{context.run}/")
         part = await _part(context, wanted)
         redactor = await _redactor(context) if wanted.redact else None

@@ -193,7 +193,7 @@ def verdict(tape: Tape, versions: Versions) -> Verdict:
 
 
 def document(tape: Tape, versions: Versions, **more: Any) -> dict[str, Any]:
-    """Returns the verdict for JSON."""
+    """Returns the verdict and its coverage for JSON; `more` are further fields."""
     said = verdict(tape, versions)
     return {
         "verdict": said,

@@ -11,7 +11,7 @@ from diloco.run.history import History, read_history
 
 
 def run_diff(one: str, other: str) -> None:
-    """Prints the differences of two runs.
+    """Prints the differences of two runs, each given as RUN.
 
     Raises:
         DilocoError: no such run; bus or store are unreachable.

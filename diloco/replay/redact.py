@@ -33,7 +33,7 @@ WORDS = frozenset({
 # Values of the fields NAMES that are not names of anyone.
 KEPT = frozenset({"operator", ""})
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
-# Times of day look alike; `ipaddress` decides.
+# This matches times of day too; `ipaddress` decides.
 MAYBE_IPV6 = re.compile(r"(?<![\w:.])(?:[0-9A-Fa-f]{0,4}:){2,7}(?:[0-9A-Fa-f.]+)?(?![\w:])")
 MAIL = re.compile(r"[\w.+%-]+@[\w-]+(?:\.[\w-]+)+")
 # In the path of a home folder, its owner's name; the rest of the path stays.
@@ -100,7 +100,8 @@ class Redactor:
         self._names = {name: self._hash(f"n{rank:04d}", name) for rank, name in enumerate(others)}
         self._names[run] = self._hash("run", run)
         modules = {task.partition(":")[0] for task in tasks} - {""}
-        # In texts also as file names of their modules; not in subjects and names of objects.
+        # Names of modules are replaced in texts, also where they are paths of files, but not in
+        # subjects and names of objects.
         self._words = self._names | {
             written: self._module(module)
             for module in modules

@@ -222,7 +222,8 @@ def accusations(
 ) -> Iterator[Finding]:
     """Yields a finding on each harmful, useless or uneven learner.
 
-    With fewer than `LEAST_LEARNERS` learners, one note takes the place of the first two.
+    With fewer than `LEAST_LEARNERS` learners, one note replaces the findings on harmful and useless
+    ones.
 
     Args:
         sentences: the judgement of each learner, by the subject of its finding: "learner a".

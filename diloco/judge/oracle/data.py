@@ -164,7 +164,7 @@ class Data:
         if incarnation >= learner.incarnation:
             learner.said = max(learner.said, position)
         else:
-            # It is not merged: newer lives may have resumed behind it or not.
+            # The update will not be merged. Newer lives may or may not have counted its position.
             learner.late = max(learner.late, position)
             learner.most = max(learner.most, position)
 

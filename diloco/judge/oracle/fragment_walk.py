@@ -209,7 +209,10 @@ class Chain:
         return ""
 
     def _observe(self, seen: wire.Observation, record: wire.Record, count: int) -> bool:
-        """Applies one observation; returns False if the record was due before that observation."""
+        """Applies one observation; returns False if the record was due before that observation.
+
+        `count` is the observation's number in the record, from 1.
+        """
         life = self._life
         assert life is not None
         self._hear_until(life, seen.after_seq)

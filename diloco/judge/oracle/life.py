@@ -278,7 +278,7 @@ class OwnerLife:
         self.refused.append(DueRejection(manifest, stream_seq, reason))
 
     def charge(self, manifest: wire.Manifest, stream_seq: int) -> None:
-        """Takes a rejection's price from its sender's allowance, unless an earlier life did."""
+        """Takes a rejection's price from its sender's allowance, unless an earlier owner did."""
         if stream_seq > self.known_seq:
             left, at_s = self.memory.allowances[manifest.learner]
             self.memory.allowances[manifest.learner] = (left - numbers.REJECTION + 1, at_s)

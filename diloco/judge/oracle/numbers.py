@@ -87,10 +87,10 @@ def clock_after(settings: RunSettings, fragment: int, step: int) -> int:
 
 
 def pace_s(settings: RunSettings, step_times_s: Sequence[float], steps: int) -> float:
-    """Returns the time that the fastest learner needs for `quorum.pace` times `steps` steps.
+    """Returns the seconds that the fastest learner needs for `quorum.pace` times `steps` steps.
 
-    The time is 0 in lockstep, and while no step time is known. A step time counts as at least half
-    of the median learner's. If learners may lie, the median step time itself is used.
+    The result is 0 in lockstep, and while no step time is known. A step time counts as at least
+    half of the median learner's. If learners may lie, the median step time itself is used.
     """
     told = [value for value in step_times_s if value > 0]
     if settings.sync.mode == "lockstep" or not told:
@@ -135,7 +135,7 @@ def refilled(bounds: BoundsSection, left: float, since_s: float) -> float:
 
 
 def price(size_bytes: int) -> float:
-    """Returns the price of a message, in announcements."""
+    """Returns the price of a message of this size, in announcements."""
     return size_bytes / SHORT_BYTES if size_bytes > SHORT_BYTES else 1.0
 
 

@@ -157,7 +157,8 @@ class LocalDaemons:
                 is also told its number and the address of host 0, with a new port in each life.
             cores: the CPU cores to use; None: any.
             environments: for each process, changes to this process's environment.
-            spare, yields: as in `Daemon`.
+            spare: as in `Daemon`.
+            yields: as in `Daemon`.
         """
         names = [name] if len(arguments) == 1 else [f"{name}.{i}" for i in range(len(arguments))]
         changes = environments or [{} for _ in arguments]

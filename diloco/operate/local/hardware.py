@@ -49,7 +49,7 @@ class ProcessAccelerators(NamedTuple):
                 "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             }
             if self.memory is not None:
-                # The older name beside the newer one is an error.
+                # JAX refuses an environment with both the newer and the older name.
                 found |= {
                     "XLA_CLIENT_MEM_FRACTION": f"{self.memory:.3f}",
                     "XLA_PYTHON_CLIENT_MEM_FRACTION": None,

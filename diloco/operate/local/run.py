@@ -236,7 +236,11 @@ class LocalRun:
     _began_s: float = field(default_factory=time.monotonic)
 
     async def go(self) -> int:
-        """Creates the run, trains it, prints the summary; returns the exit status."""
+        """Creates or resumes the run, trains it, prints the summary.
+
+        Returns:
+            The exit status: 0 once the run has ended, 130 after a signal to stop.
+        """
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
