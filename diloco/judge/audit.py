@@ -65,7 +65,7 @@ class Objects:
 class Account:
     """Numbers of updates, and of their tokens, since each fragment's oldest record on the tape.
 
-    `sent` is the sum of the others. An update is `in_flight` while it has no verdict.
+    `sent` is the sum of merged, rejected and `in_flight`: updates without a verdict yet.
     """
 
     sent: int = 0

@@ -5,8 +5,8 @@ Garbage collection first trims the tape, and then deletes objects. So it never r
 - an object that a record names, if the tape has an older record of the same fragment;
 - a message that was stored after the oldest record of every fragment.
 
-Any other loss was a deletion by hand, or of a disk. Objects of versions beyond the tape's end mean
-that the tape was cut there. These functions read neither bus nor store.
+Anything else that is missing was deleted by hand, or lost with a disk. Objects of versions beyond
+the tape's end mean that the tape was cut there. These functions read neither bus nor store.
 """
 
 import itertools

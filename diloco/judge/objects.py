@@ -101,7 +101,7 @@ def _hash(name: str) -> int:
 async def read_listing(context: RunContext) -> Listing:
     """Lists the run's objects, and keeps the names of those that may be newer than the tape.
 
-    Those are named as of versions that did not have a record when the listing began.
+    These are checkpoints, and objects of versions without a record when the listing begins.
 
     Raises:
         BusError, StoreError: bus or store are unreachable.
@@ -195,9 +195,9 @@ def check_objects(history: History, before: Listing | None = None) -> Objects:
 
     Args:
         history: the tape.
-        before: in a run in progress, a listing from before the tape was read. Objects of it that
-            are beyond the tape's end are newer than the tape; objects stored since are not orphans.
-            None: the store is listed now for both.
+        before: in a run in progress, a listing from before the tape was read. An object in it of a
+            version beyond the tape's end is newer than the tape; an object not in it is no orphan.
+            None: the present listing serves for this too.
 
     Raises:
         StoreError: the store cannot be listed.

@@ -13,7 +13,7 @@ from diloco.run.history import History
 from diloco.run.state import Finding
 
 HOUR_S = 3600.0
-# The age of the newest checkpoint that is reported; they are made every hour.
+# It is reported if the newest checkpoint is older than this; checkpoints are made every hour.
 CHECKPOINT_S = 3 * HOUR_S
 # A checkpoint's file is in the store this long after its message on the tape, or it has failed.
 MAKING_S = 600.0
@@ -94,7 +94,7 @@ def store_owner(store: ObjectStore) -> Iterator[Finding]:
 
 
 def store_fence(store: ObjectStore, *, credentials: bool) -> Iterator[Finding]:
-    """Yields a warning if the store is a folder although the run's parties have own credentials."""
+    """Yields a warning if the store is a folder although each party has credentials on the bus."""
     if credentials and isinstance(store, DirectoryStore):
         yield Finding(
             severity="warning",

@@ -267,7 +267,7 @@ def _flatten(layout: Layout, fragment: int, leaves: Mapping[str, Any]) -> np.nda
 
 
 def _check_finite(layout: Layout, leaves: Mapping[str, Any]) -> None:
-    """Refuses first parameters that are infinite or NaN: every update from them would be rejected.
+    """Refuses first parameters that are infinite or NaN: no learner could send updates from them.
 
     Raises:
         TaskError: a value is not finite in float32.

@@ -37,8 +37,8 @@ MATERIAL = 0.01
 # than ALL_OF_LEARNT by all of them. The improvement counts as at most MOST_LEARNT times the present
 # loss, since the loss at the beginning is a claim of learners.
 EACH_OF_LEARNT, ALL_OF_LEARNT, MOST_LEARNT = 0.01, 0.05, 10.0
-# Only rounds whose usual effect is at least this share of the greatest in their fragment show which
-# learner is useless.
+# Which learner is useless is judged by the rounds whose median effect improves the loss by more
+# than this share of the best median effect of their fragment's rounds.
 MUCH = 0.03
 # Harm is attributed to a slice if it is at least this many times as large there as on all the data.
 OF_A_SLICE = 2.0
@@ -148,12 +148,12 @@ class _UpdateColumns:
         return [float(value) for value in self.alone[within][~mine]]
 
     def beyond(self, places: Places, bound: Callable[[float], float]) -> float:
-        """Returns by how many standard errors updates' effects are above a bound; 0 if below.
+        """Returns by how many standard errors updates' effects are above a bound.
 
-        For each update, `alone` less the bound is divided by the largest effect in its round, since
-        effects shrink while a model converges. The mean of these is tested. Student's t is
-        converted to the normal deviate of equal probability (Wallace 1959), so that few updates
-        need a larger distance.
+        It is 0 if their mean is below the bound, or they are fewer than `FEWEST`. For each update,
+        `alone` less the bound is divided by the largest effect in its round, since effects shrink
+        while a model converges. The mean of these is tested. Student's t is converted to the normal
+        deviate of equal probability (Wallace 1959), so that few updates need a larger distance.
 
         Args:
             places: indices of updates; those without others in their round do not count.

@@ -261,8 +261,8 @@ class Data:
     def resolve(self, record: wire.Record, seq: int, *, followed: bool) -> Iterator[Violation]:
         """Checks that each update that a record answers was sent, and had no answer before.
 
-        If `followed`, the record's decisions were recomputed, so it needs no check here that its
-        position passes no update without a verdict.
+        Unless `followed`, it also checks that the record's position passes no update without a
+        verdict. If the record's decisions were recomputed (`followed`), that is checked there.
         """
         for taken in resolved(record):
             life = _Life(taken.learner, taken.incarnation, record.fragment)

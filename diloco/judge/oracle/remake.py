@@ -142,7 +142,7 @@ class Remaker:
         Args:
             settings: the run's settings in force.
             base: the record before; None for the first.
-            record: the record to judge; one of verdicts alone needs nothing.
+            record: the record to judge; a record of verdicts alone has no violations.
             seq: its stream sequence.
         """
         if record.what == "verdict":

@@ -1,10 +1,11 @@
 """Each role's rights on a run's NATS subjects, derived from what its daemon does. Pure.
 
 With a right to publish in the account of the run's streams, a party could do much more. A request
-names the subject to which the server sends its answer, and the messages that are read. A learner
-could have the acknowledgement of its update stored as a record. Hence every identity but the
-operator has a separate account. That reaches the run's account only by imports of the subjects
-below, and answers stay in the account that asked (docs/adr/0017-credentials.md).
+names a subject, to which the server sends its answer, and the messages that are read. So a learner
+could name a record's subject, and have the acknowledgement of its own update stored as a record.
+Hence every identity but the operator has a separate account. That reaches the run's account only by
+imports of the subjects below, and answers stay in the account that asked
+(docs/adr/0017-credentials.md).
 """
 
 from collections.abc import Iterable, Mapping

@@ -38,7 +38,8 @@ BUILT_IN = {
 # The interval of learners' checkpoints, which is short so that a killed learner loses little of a
 # short run.
 CHECKPOINT_S = 15.0
-# Seconds in which a learner sends its last updates after Ctrl-C, when its user waits.
+# The most seconds that a learner takes to send its last updates after Ctrl-C; the user waits.
+
 LEAVE_S = 5.0
 # Seconds that the creation of a run may take, such as of a large model from files.
 CREATED_S = 3600.0

@@ -39,7 +39,7 @@ class Process:
     Attributes:
         name: the daemon's name, or NAME.HOST for a host of a learner.
         arguments: those of the command `diloco`.
-        environment: changes to this process's environment; None removes a variable.
+        environment: changes to the environment of `diloco local`; None removes a variable.
         running: its newest process; None before the first start.
     """
 
@@ -72,7 +72,7 @@ class Daemon:
         spare: True if the run can continue without it, while another spare daemon runs.
         yields: True if it runs at the lowest priority.
         failed: the process that failed first in this life. The others cannot continue without it.
-        failing_since_s: when that was noticed, by the monotonic clock.
+        failing_since_s: when this failure was noticed, by the monotonic clock.
         killed: True if `LocalDaemons.kill` killed a host in this life.
     """
 
@@ -105,7 +105,7 @@ class Daemon:
 
 
 class LocalDaemons:
-    """The daemons of a local run. None outlives this object's command, however that ends.
+    """The daemons of a local run. No daemon outlives the command `diloco local`, however that ends.
 
     Args:
         logs: the folder of their log files.
@@ -156,7 +156,7 @@ class LocalDaemons:
             arguments: one list of arguments; or several, one for each host of a learner. Each host
                 is also told its number and the address of host 0, with a new port in each life.
             cores: the CPU cores to use; None: any.
-            environments: for each process, changes to this process's environment.
+            environments: for each process, changes to the environment of `diloco local`.
             spare: as in `Daemon`.
             yields: as in `Daemon`.
         """
@@ -220,7 +220,7 @@ class LocalDaemons:
         return name
 
     def end(self, name: str) -> None:
-        """Kills a daemon by SIGKILL, with all its hosts; it is not restarted."""
+        """Kills all processes of a daemon by SIGKILL."""
         for process in self.daemons[name].processes:
             self._kill(process)
 
@@ -309,7 +309,10 @@ class LocalDaemons:
         self._reaper.forget(process.running.pid)
 
     def stop(self, *, within_s: float) -> None:
-        """Asks learners, then aggregators, to end; kills those that still run after `within_s`."""
+        """Asks all daemons to end, the last aggregator after all others.
+
+        It kills those that have not ended `within_s` seconds after they were asked.
+        """
         order = sorted(
             self.daemons.values(), key=lambda daemon: daemon.name.startswith("aggregator")
         )

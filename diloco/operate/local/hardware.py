@@ -92,7 +92,7 @@ class Hardware(NamedTuple):
         return ["--cpu-devices", str(self.devices // self.hosts)] if own else []
 
     def environments(self) -> list[dict[str, str | None]]:
-        """Returns, for each of its processes, the changes to this process's environment."""
+        """Returns, for each of its processes, the changes to the environment of `diloco local`."""
         if not self.per_process:
             return [{} for _ in range(self.hosts)]
         return [one.environment() for one in self.per_process]
