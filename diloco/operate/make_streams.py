@@ -19,7 +19,7 @@ def tape_limits(streams: BusSection) -> StreamLimits:
 async def make_streams(bus: Bus, run: str, streams: BusSection, epoch: int = 0) -> None:
     """Makes the streams of a run; existing streams stay.
 
-    The sequences of a tape depend on its epoch.
+    The tape's first sequence depends on `epoch`, so that each epoch has other sequences.
     """
     tape = tape_limits(streams)
     small = tape._replace(max_bytes=0, keep_old=False)

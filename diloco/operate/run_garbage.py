@@ -206,7 +206,7 @@ T = TypeVar("T")
 async def timed(target: str, work: Callable[[], Awaitable[T]], options: "TimerOptions") -> T:
     """Runs `work`; tries again for `options.wait_s` seconds while NATS or the store is unreachable.
 
-    It reports to systemd while it waits.
+    It reports to systemd while it waits, and returns the result of `work`.
 
     Raises:
         DilocoError: raised by `work`, or the last transient fault when the time was over.

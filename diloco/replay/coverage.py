@@ -163,7 +163,7 @@ def tape_of(
 def _newest_decisions(history: History) -> Iterator[Breach]:
     """Yields a breach for each fragment whose newest record does not follow from the tape.
 
-    Other changes of a record show in the next record, which has its digest.
+    A change of any other record is found by the next record, which has its digest.
     """
     for fragment in history.records:
         found = decide_newest(history, fragment)

@@ -39,7 +39,7 @@ def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
 
 
 def decide_newest(history: History, fragment: int) -> Decision | None:
-    """Decides a fragment's newest record again; no later record has the digest that proves it.
+    """Decides a fragment's newest record again, since no later record has its digest.
 
     Returns:
         The decision; None if an operator made the record, or settings of one of the `NEAR` records

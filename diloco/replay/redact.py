@@ -154,9 +154,9 @@ class Redactor:
             message: the original.
             record: the encoded record, if the message only points to an object with it.
 
-        Returns: The redacted message, and the redacted record (empty without `record`). If the
-            message cannot be decoded, its payload becomes `b"redacted"`, since it may contain any
-            name.
+        Returns:
+            The redacted message, and the redacted record (empty without `record`). If the message
+            cannot be decoded, its payload becomes `b"redacted"`, since it may contain any name.
         """
         subject = self._subject(message.subject)
         try:

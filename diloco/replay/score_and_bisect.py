@@ -102,9 +102,9 @@ class Scored:
             yield index, self.moments[index], float(self._losses[index])
 
     def rises(self, count: int) -> list[Rise]:
-        """Returns the `count` largest changes between scored moments in a row, the largest first.
+        """Returns the `count` largest rises between scored moments in a row, the largest first.
 
-        They may be falls. A change to NaN counts as an infinite rise.
+        A fall is a rise below 0. A change to NaN counts as an infinite rise.
         """
         indices, losses = self.indices, self.losses
         with np.errstate(invalid="ignore"):

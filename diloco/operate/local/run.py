@@ -480,7 +480,7 @@ class LocalRun:
 
 
 def _cores(index: int, learners: int) -> set[int] | None:
-    """Returns the CPU cores of a learner, by its index among `learners`; None for any.
+    """Returns the CPU cores for learner number `index` of `learners`; None for any.
 
     Learners share no core if there are enough.
     """
