@@ -1,8 +1,9 @@
 """Measures how far learners agree: cosines between their updates of a round.
 
-There are two ways. From records alone: radial-directional averaging adds directions, so the length
-of the sum, which the recorded factors give, tells how far they agree; no object is read. From
-shards, while they are stored: whole updates, pair by pair, of a bounded sample of rounds.
+There are two methods. `mean_cosine` uses records alone: radial-directional averaging (RDA) adds
+directions, so the length of the sum, which follows from the recorded factors, tells how far the
+directions agree. `compare_round` reads the updates' shards, while the store has them, and compares
+each two updates of a round; `shard_figures` does so for a bounded sample of rounds.
 """
 
 import contextlib
@@ -42,18 +43,19 @@ FLOAT_BYTES = 4
 def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float | None:
     """Computes the mean cosine between the inputs of a round from the record alone.
 
-    In a segment, an input's delta v has the direction u = v / |v| and the share a (weight times
-    discount); A is the sum of a u over the inputs. The mean cosine over pairs of inputs, weighted
-    by their shares, is (|A|^2 - sum a^2) / ((sum a)^2 - sum a^2). The recorded coefficients
-    a / |v| give the norms |v|, the recorded factors give |A|; both to about 1 %.
+    In a segment (the elements that are merged with one factor), an input is an outer gradient v; it
+    has the direction u = v / |v| and the share a (weight times discount). A is the sum of a u over
+    the inputs. The mean cosine over pairs of inputs, weighted by their shares, is
+    (|A|^2 - sum a^2) / ((sum a)^2 - sum a^2). The recorded coefficients a / |v| give the norms |v|,
+    the recorded factors give |A|; both to about 1 %.
 
     Args:
         record: the record of a round.
-        radial_S: which segments of the fragment are merged by RDA, bool [S].
+        radial_S: which segments of the fragment are merged by RDA, bool [segments].
 
     Returns:
-        The mean over those segments, weighted by their squared norms; None with fewer than two
-        inputs, or if averaging was plain.
+        The mean over the segments merged by RDA, weighted by their squared norms; None with fewer
+        than two inputs, or if there is no such segment.
     """
     if len(record.inputs) < 2:
         return None
@@ -80,20 +82,20 @@ def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float |
 
 
 class ComparedRound:
-    """The updates of a round compared with each other, part by part.
+    """The updates of one round compared with each other; `add` takes one range of elements a call.
 
     Args:
         fragment: the fragment of the round.
         updates: the number of updates.
 
     Attributes:
-        products: inner products, float64 [updates, updates]; `squares` are squared norms by tensor,
-            float64 [updates, tensors].
-        lone: for each update the number of elements far larger than those of all others at the same
-            place, the `factor` of the largest and the index of its `tensor`.
-        to_zero: cosine of each update to the parameters, float64 [updates]: an update with cosine 1
-            shrinks the parameters straight to zero, as weight decay does. None: the parameters
-            were not read.
+        tensors: name and ranges of each tensor, as `tensor_ranges` returns them.
+        products: inner products of each two updates, float64 [updates, updates].
+        squares: squared norms of each update in each tensor, float64 [updates, tensors].
+        lone: for each update, the number of elements that are far larger than the element at the
+            same index in every other update, int64 [updates].
+        factor: for each update, its largest such element divided by the other updates' usual size
+            of an element in that tensor, float64 [updates]; `tensor`: index of that tensor.
     """
 
     def __init__(self, fragment: Fragment, updates: int) -> None:
@@ -107,7 +109,11 @@ class ComparedRound:
 
     @property
     def to_zero(self) -> Vector | None:
-        """The cosine of each update to the parameters; None if the parameters were not read."""
+        """The cosine of each update to the parameters, float64 [updates].
+
+        An update with cosine 1 shrinks the parameters straight to zero, as weight decay does. None:
+        the parameters were not read.
+        """
         if not self._parameters > 0:
             return None
         lengths = np.sqrt(np.diag(self.products) * self._parameters)
@@ -115,13 +121,19 @@ class ComparedRound:
 
     @property
     def cosines(self) -> Matrix:
-        """The cosines between whole updates, float64 [updates, updates]."""
+        """The cosine between each two whole updates, float64 [updates, updates]."""
         norms = np.sqrt(np.diag(self.products))
         least = np.finfo(float).tiny
         return np.asarray(self.products / np.maximum(np.outer(norms, norms), least))
 
     def add(self, values_UxN: Matrix, start: int, parameters_N: Vector | None = None) -> None:
-        """Adds the next elements, from `start` in the fragment on, and the parameters there."""
+        """Adds a range of elements to all figures.
+
+        Args:
+            values_UxN: the elements of each update, [updates, elements].
+            start: index of the range's first element in the fragment.
+            parameters_N: the parameters of that range, [elements]; None if they were not read.
+        """
         self.products += values_UxN @ values_UxN.T
         if parameters_N is not None:
             self._along += values_UxN @ parameters_N
@@ -153,11 +165,17 @@ class ComparedRound:
 
 
 def _expected(sizes_UxN: Matrix, one: int, size: float) -> float:
-    """Returns how many elements of this size are expected, if sizes fall off as in other updates.
+    """Returns how many elements of this size or more update `one` should have.
 
-    The number of elements above a size falls off as a power of the size; Hill's estimator gives the
-    exponent from the others' largest elements. To allow for different lengths, elements of equal
-    rank are compared. With few elements, or mostly zeros, nothing is known: returns infinity.
+    The expectation assumes that sizes are distributed as in the other updates: the number of
+    elements above a size falls off as a power of the size, and Hill's estimator gives the exponent
+    from the other updates' largest elements. To allow for updates of different lengths, elements of
+    equal rank are compared. With few elements, or mostly zeros, returns infinity: nothing is known.
+
+    Args:
+        sizes_UxN: absolute values of the elements of all updates in a range of one tensor.
+        one: index of the update.
+        size: absolute value of an element.
     """
     others = np.delete(sizes_UxN, one, axis=0)
     count = TAIL * len(others)
@@ -174,7 +192,10 @@ def _expected(sizes_UxN: Matrix, one: int, size: float) -> float:
 
 
 def tensor_ranges(fragment: Fragment) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Returns the ranges of each tensor in its fragment's vector, in order."""
+    """Returns (tensor's name, ranges) for each tensor of a fragment, in order of the fragment.
+
+    A range is (start, stop) in the fragment's vector of elements, with the padding.
+    """
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for piece in fragment.pieces:
         found[piece.tensor].append((piece.offset, piece.offset + piece.groups * piece.group_stride))
@@ -189,11 +210,19 @@ def compare_round(
     *,
     parameters: bool = False,
 ) -> ComparedRound | None:
-    """Compares the first `INPUTS` updates of a round; fewer if shards are large. Blocks.
+    """Compares the first `INPUTS` updates of a round, or fewer if shards are large; blocks.
 
-    With `parameters`, also compare them with the stored view on which the round's version is based;
-    it may be some versions old, which changes no direction that matters here. None if updates are
-    no longer stored.
+    Args:
+        layout: the run's layout.
+        sync: the run's settings of synchronization.
+        store: the run's store.
+        record: the record that merged the updates.
+        parameters: whether to compare the updates also with the parameters: the stored view from
+            which the round's version can be rebuilt. It may be some versions old, which hardly
+            changes its direction.
+
+    Returns:
+        The comparison; None if shards are missing or damaged.
 
     Raises:
         StoreUnavailableError: the store is unreachable.
@@ -225,10 +254,13 @@ def _view(store: ObjectStore, record: wire.Record, start: int, stop: int) -> Vec
 
 
 class Pairs:
-    """Sums of cosines between learners, over the rounds that they shared.
+    """Mean cosines between learners, over the rounds in which both had an update.
 
     Args:
-        learners: names, in the order of the matrix.
+        learners: all learners' names, in the order of the rows of the matrix that `mean` returns.
+
+    Attributes:
+        rounds: the number of rounds added.
     """
 
     def __init__(self, learners: Sequence[str]) -> None:
@@ -239,7 +271,12 @@ class Pairs:
         self._points: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def add(self, record: wire.Record, cosines: Matrix) -> None:
-        """Adds the cosines of a round."""
+        """Adds a round.
+
+        Args:
+            record: the round's record.
+            cosines: cosines between the first inputs of the record, [inputs, inputs].
+        """
         rows = [self._index[taken.learner] for taken in record.inputs[: len(cosines)]]
         self._sums[np.ix_(rows, rows)] += cosines
         self._counts[np.ix_(rows, rows)] += 1
@@ -250,11 +287,17 @@ class Pairs:
                 self._points[taken.learner].append((record.closed_at_s, float(others.mean())))
 
     def over_time(self, learner: str) -> list[tuple[float, float]]:
-        """Returns (time, mean cosine to the others) for each round with an update of a learner."""
+        """Returns (time, mean cosine to the others) for each round with an update of a learner.
+
+        The time is when the round closed, in seconds since the epoch.
+        """
         return sorted(self._points[learner])
 
     def mean(self) -> Matrix:
-        """Returns the mean cosine between each two learners, NaN if they shared no round."""
+        """Returns the mean cosine between each two learners, float64 [learners, learners].
+
+        It is NaN for two learners that had no update in the same round.
+        """
         with np.errstate(invalid="ignore"):
             return np.asarray(self._sums / np.where(self._counts, self._counts, np.nan))
 
@@ -296,7 +339,10 @@ class _Compared:
 
     @property
     def cosines(self) -> list[float]:
-        """The mean cosines, without updates of almost no length, as at the end of a schedule."""
+        """For each round, the mean cosine of the learner's update to the others'.
+
+        Updates of almost no length, as at the end of a learning-rate schedule, are left out.
+        """
         longest = max(length for length, _ in self._cosines)
         return [cosine for length, cosine in self._cosines if length > FADED * longest]
 
@@ -327,19 +373,19 @@ class _Compared:
 
 
 def _not_faded(squares: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns (learner's, others') squared norms, without rounds where the others' are tiny."""
+    """Returns the pairs (learner's, others') of squared norms whose second is not almost zero."""
     longest = max(others for _, others in squares)
     return [(own, others) for own, others in squares if others >= FADED**2 * longest]
 
 
 def _agreed(values: Sequence[float]) -> float:
-    """Returns the value that three of four values reach; 0 if many lie on both sides of 0."""
+    """Returns the lower quartile if it is positive, the upper one if it is negative, else 0."""
     ordered, few = sorted(values), len(values) // 4
     return max(ordered[few], 0.0) + min(ordered[-1 - few], 0.0)
 
 
 def _one_strays(cosines: Matrix) -> bool:
-    """True if one update of a round points elsewhere than the others, which agree."""
+    """Returns whether one update's mean cosine to the others is far below the median of all."""
     to_others = [float(np.delete(row, place).mean()) for place, row in enumerate(cosines)]
     return len(to_others) > OTHERS and min(to_others) < APART * median(to_others)
 
@@ -347,11 +393,19 @@ def _one_strays(cosines: Matrix) -> bool:
 def shard_figures(
     context: RunContext, rounds: Sequence[wire.Record], within_s: float = math.inf
 ) -> dict[str, ShardFigures]:
-    """Compares each learner's updates with the others', by the shards of these rounds. Blocks.
+    """Compares each learner's updates with the others', by the shards of some rounds; blocks.
 
-    Reads the newest rounds, up to `ROUND_BYTES` and `within_s`; once a learner's updates point
-    elsewhere than the others', also the parameters of `NEWEST` rounds. Rounds whose shards are
-    missing do not count; learners with fewer than `FEWEST` rounds have no figures.
+    Reads the newest rounds first, `ROUND_BYTES` of shards at most. Once a learner's updates point
+    elsewhere than the others', the parameters of the next `NEWEST` rounds are read too. Rounds
+    whose shards are missing do not count.
+
+    Args:
+        context: the run's context.
+        rounds: records of rounds, the oldest first.
+        within_s: seconds after which no further round is read.
+
+    Returns:
+        The figures by learner's name, without learners of fewer than `FEWEST` rounds.
 
     Raises:
         StoreUnavailableError: the store is unreachable.

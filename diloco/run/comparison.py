@@ -1,8 +1,8 @@
 """Compares a learner's figures with those of the others.
 
-A figure's distance from the others' median is measured in spreads. The spread is 1.4826 times their
-median absolute deviation, and at least a floor, so that small fleets of unequal machines raise no
-findings. Distances count in both directions. Pure.
+A figure's distance from the others' median is measured in spreads. The spread is 1.4826 times the
+others' median absolute deviation, but at least a floor, so that small fleets of unequal machines
+raise no findings. Figures far above and far below the median both count as far. Pure.
 """
 
 import math
@@ -30,10 +30,12 @@ TINY = 1e-12
 
 
 class Comparison(NamedTuple):
-    """A learner's figure, and those of the others.
+    """A learner's figure, and the same figure of the other learners.
 
     Attributes:
-        error: standard error of `own`, if it is a median of several values.
+        own: the learner's figure.
+        others: the figures of the other learners.
+        error: standard error of `own` if that is a median of several values, else 0.
     """
 
     own: float
@@ -51,19 +53,24 @@ class Comparison(NamedTuple):
         return 1.4826 * median(abs(value - self.middle) for value in self.others)
 
     def far(self, floor: float) -> float:
-        """Returns the distance from the others' median in spreads, negative below; 0 if not far."""
+        """Returns the distance of `own` from the others' median in spreads; 0 if not far.
+
+        It is negative if `own` is below the median; `FAR` spreads or more are far. The spread is
+        taken to be at least `floor` and at least `error`.
+        """
         spreads = (self.own - self.middle) / max(self.spread, floor, self.error)
         return spreads if abs(spreads) >= FAR else 0.0
 
     def __str__(self) -> str:
-        """Returns the comparison as a finding's evidence: own, median ± spread."""
+        """Returns the comparison as a finding's evidence: `own`, the others' median ± spread."""
         return f"{self.own:.3g} beside {self.middle:.3g} ± {self.spread:.2g}"
 
 
 def gap(loss: float, others: float) -> float:
-    """Returns log(1 + |difference| / smaller absolute value), with the sign of the difference.
+    """Returns how far a loss is above another one, on a logarithmic scale; negative if below.
 
-    For losses above 0 that is the logarithm of their ratio; losses may be negative too.
+    It is log(1 + |difference| / smaller absolute value) with the sign of the difference. For losses
+    above 0 that is the logarithm of their ratio; losses may be negative too.
     """
     least = max(min(abs(loss), abs(others)), TINY)
     return math.copysign(math.log1p(abs(loss - others) / least), loss - others)
@@ -74,7 +81,15 @@ def each(
     known: Callable[[LearnerStatus], bool],
     *figures: Callable[[LearnerStatus], float],
 ) -> Iterator[tuple[LearnerStatus, list[LearnerStatus]]]:
-    """Yields each learner with the others to compare it with; none if those are too few."""
+    """Yields (learner, other learners) for each learner that may be far from the others.
+
+    Yields nothing if a learner would have fewer than `OTHERS` others.
+
+    Args:
+        learners: the fleet.
+        known: whether a learner has the figures; learners without them take no part.
+        figures: as in `worth_comparing`.
+    """
     found = [one for one in learners if known(one)]
     for one in worth_comparing(found, figures) if len(found) > OTHERS else ():
         yield one, [other for other in found if other.name != one.name]
@@ -86,8 +101,9 @@ def worth_comparing(
     """Returns the learners that may be far from the others, to save time in a large fleet.
 
     Args:
-        learners: the fleet.
-        figures: the logarithms by which learners are compared; if none, all are returned.
+        learners: the fleet; if it is smaller than `MANY`, all are returned.
+        figures: functions that return the logarithm of a learner's figure; a learner is returned
+            if one of its figures is not near the fleet's median. If empty, all are returned.
     """
     if len(learners) < MANY or not figures:
         return [*learners]
@@ -111,39 +127,39 @@ def error_of(values: Sequence[float]) -> float:
 
 
 def of_loss(one: LearnerStatus) -> float:
-    """Returns a learner's median training loss."""
+    """Returns the median training loss of a learner's last updates that were merged with others."""
     return median(answer.loss for answer in one.beside)
 
 
 def highest_loss(one: LearnerStatus) -> float:
-    """Returns the highest of a learner's training losses, over all that was read."""
+    """Returns the highest training loss in a learner's `trend`: since the part of the tape read."""
     return max(point.loss for point in one.trend)
 
 
 def of_gap(one: LearnerStatus) -> float:
-    """Returns the median of `gaps_of`."""
+    """Returns the median `gap` of a learner's loss to the other learners' in the same rounds."""
     return median(gaps_of(one))
 
 
 def gaps_of(one: LearnerStatus) -> list[float]:
-    """Returns the `gap` of a learner's loss to the others' in each round."""
+    """Returns the `gap` of a learner's loss to the other learners' in each of its last rounds."""
     return [gap(answer.loss, answer.others_loss or 0.0) for answer in one.beside]
 
 
 def of_norm(one: LearnerStatus) -> float:
-    """Returns the logarithm of a learner's norm relative to the median of its round."""
+    """Returns the logarithm of the median of a learner's norms, each relative to its round's."""
     return math.log(max(median(answer.norm for answer in one.beside), TINY))
 
 
 def climbed(one: LearnerStatus) -> bool:
-    """Returns whether a learner's loss has become far worse than it was."""
+    """Returns whether a learner's loss is now at least `TIMES` times its lowest loss."""
     if len(one.beside) < FEWEST or not one.trend:
         return False
     return gap(of_loss(one), min(point.loss for point in one.trend)) >= math.log(TIMES)
 
 
 def tail(hits: int, trials: int, chance: float) -> float:
-    """Returns the probability of at least `hits` in `trials`, summed by logarithms."""
+    """Returns the probability of `hits` or more successes in `trials` trials of given `chance`."""
     if chance >= 1:
         return 1.0
     hit, miss = math.log(chance), math.log1p(-chance)

@@ -1,7 +1,7 @@
 """Finds learners whose messages contradict each other, measurements, or the protocol.
 
-A broken program sends such messages as well as a lying one: the findings state the claim and the
-facts. Pure.
+Such messages may come from a broken program as well as from a lying one, so the findings state only
+what was claimed and what was measured. Pure.
 """
 
 from collections import Counter
@@ -126,7 +126,15 @@ def _nothing_sent(
 
 
 def step_times(told_s: Sequence[float], took_s: Sequence[float]) -> tuple[float, float] | None:
-    """Returns the medians of a step's time, as claimed and by the clock; None with few updates."""
+    """Returns the median seconds of a step: (as claimed, as measured).
+
+    Args:
+        told_s: the claim of each update.
+        took_s: for each update, the time since the one before divided by its steps.
+
+    Returns:
+        None with few updates, or if a median is 0.
+    """
     if len(took_s) < RECENT // 2 or not (said := median(told_s)) or not (had := median(took_s)):
         return None
     return said, had

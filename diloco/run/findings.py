@@ -1,9 +1,9 @@
-"""Makes findings on a run's health, which status, alerts and doctor share.
+"""Makes the findings on a run's health that status, alerts and doctor share.
 
-They follow from one `RunStatus`, the run at a moment; `diloco/judge` reads the whole tape and the
-store. A learner gets the finding that it is well only if it has no other: a learner that is
-quarantined, ended by an error, superseded, silent, or of no use has that finding, also after it has
-left.
+All follow from one `RunStatus`, the run at a moment; findings that need the whole tape or the store
+are made in `diloco/judge`. A learner is reported as well only if it has no other finding. Learners
+that are quarantined, superseded, ended by an error or of little use are reported also after they
+have left.
 """
 
 import math
@@ -62,11 +62,11 @@ ENDS = "see what ends it: systemctl status diloco-aggregator, its journal, its m
 
 
 def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> Iterator[Finding]:
-    """Yields the findings on a run at one moment, also after the run's end.
+    """Yields the findings on a run at one moment, in no order; works also after the run's end.
 
     Args:
         run: the run at that moment.
-        settings: the current settings.
+        settings: the settings in force then.
         copied: whether the tape is a copy in a file, without leases.
     """
     stopped = run.state in ("stopping", "ended")
@@ -98,7 +98,10 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """Sorts findings: the worst first, and among equally severe ones the earliest first."""
+    """Returns findings sorted: the worst first; of equally severe ones, the earliest version first.
+
+    Findings whose first version is unknown come last among the equally severe ones.
+    """
     return sorted(
         findings,
         key=lambda one: (ORDER.index(one.severity), math.inf if one.since is None else one.since),
@@ -106,7 +109,11 @@ def ranked(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def grouped(findings: Iterable[Finding]) -> list[Finding]:
-    """Replaces findings of equal severity, runbook and advice by one, with their count."""
+    """Returns findings, worst first, with each group of like ones replaced by one finding.
+
+    Findings are alike if severity, runbook and advice are equal. The finding for a group has the
+    first one's sentence with the group's size, and names the first `NAMED` subjects.
+    """
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for one in ranked(findings):
         # Findings without advice stay separate.
@@ -125,7 +132,10 @@ def _merged(group: Sequence[Finding]) -> Finding:
 
 
 def failed(about: str, error: DilocoError, runbook: str) -> Finding:
-    """Returns the finding that a check failed with this error."""
+    """Returns the finding on subject `about` that a check of it failed with this error.
+
+    The error's message is the finding's sentence, its hint without `runbook` the advice.
+    """
     return Finding(
         severity="error",
         about=about,
@@ -136,7 +146,7 @@ def failed(about: str, error: DilocoError, runbook: str) -> Finding:
 
 
 def room(size_bytes: int, limit_bytes: int) -> Iterator[Finding]:
-    """Yields the finding on the tape's size compared with its limit, if it has one."""
+    """Yields the finding on how full the tape is; nothing if it has no limit (0)."""
     if not limit_bytes:
         return
     sizes = f"{human_bytes(size_bytes)} of {human_bytes(limit_bytes)}"
@@ -250,7 +260,14 @@ def _of_its_state(one: LearnerStatus) -> Iterator[Finding]:
 
 
 def clock(about: str, ahead_s: float, error_s: float, whose: str = "") -> Finding:
-    """Returns the finding on a clock `ahead_s` ahead of the server's; an error from `error_s`."""
+    """Returns the finding on a clock compared with that of the NATS server.
+
+    Args:
+        about: the finding's subject.
+        ahead_s: seconds by which the clock is ahead; negative if it is behind.
+        error_s: a difference above this is an error; above `SKEW_S`, a warning; else it is ok.
+        whose: begins the sentence of an error or warning, such as "its clock is ".
+    """
     if abs(ahead_s) <= SKEW_S:
         return Finding(
             severity="ok", about=about, sentence=f"within {SKEW_S:g} s of the NATS server's clock"
@@ -315,7 +332,7 @@ def _nobody(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
 
 
 def _taken_up(run: RunStatus, longest_s: float) -> Iterator[Finding]:
-    """Yields findings on aggregators that crash repeatedly, or that were absent for long."""
+    """Yields findings on aggregators that crash repeatedly, or were absent over `longest_s`."""
     times, stood = run.takeovers, run.stood_still
     if stood is not None and stood.wait_s > longest_s:
         yield Finding(
@@ -342,7 +359,13 @@ def _taken_up(run: RunStatus, longest_s: float) -> Iterator[Finding]:
 
 
 def configuration(settings: RunSettings, changes: Sequence[Change] = ()) -> Iterator[Finding]:
-    """Yields findings on settings known to train badly: who changed them, and from which values."""
+    """Yields a finding for each setting known to train badly, or one that there is none.
+
+    Args:
+        settings: the settings in force.
+        changes: changes of settings, the oldest first; a finding names who made the last one that
+            concerns it, and the values before.
+    """
     found = broken(settings)
     for one in found:
         change = next((change for change in reversed(changes) if _is_of(change, one)), None)
@@ -407,7 +430,7 @@ def _waits(run: RunStatus, interval_steps: int) -> Iterator[Finding]:
 
 
 def patience_s(settings: RunSettings) -> float:
-    """Returns the seconds that updates may wait before their fragment counts as stopped."""
+    """Returns the seconds for which updates may wait before their fragment counts as stalled."""
     return PATIENCE * settings.quorum.deadline_s + settings.sync.reannounce_timeout_s
 
 

@@ -1,12 +1,11 @@
-"""A run's whole tape: updates sent, their answers, and operators' acts.
+"""A run's whole tape: updates sent, their verdicts, and operators' acts.
 
-For code that compares everything with everything, as `diloco doctor` and `diloco replay` do. Code
-that reads the tape once uses a fold that holds less (`timeseries.py`, `state.py`). Messages are in
-a file and decoded on access (`spool.py`): iterate over them, and keep few.
+For code that compares any message with any other, as `diloco doctor` and `diloco replay` do. Code
+that needs each message once uses a fold with less memory (`timeseries.py`, `observed.py`). Messages
+are in a file and decoded on access (`spool.py`): iterate over them, and keep few.
 
-Garbage collection trims the tape, so a history begins where the tape does: from sequence
-`whole_from` on nothing is missing; before it are the last messages of their subjects, and the tails
-of the chains of records.
+Garbage collection trims the tape. From sequence `whole_from` on, no message is missing; of those
+before, only the last messages of their subjects and the last records of fragments are left.
 """
 
 import heapq
@@ -40,7 +39,10 @@ Body = TypeVar("Body", bound=wire.Body)
 
 
 class Sent(NamedTuple):
-    """The identity of an update, however often it was announced."""
+    """The identity of an update; a repeated announcement has the same.
+
+    `seq` numbers the updates of an incarnation and fragment: 1, 2, 3 ...
+    """
 
     learner: str
     incarnation: int
@@ -53,7 +55,7 @@ Chain = Sequence[tuple[int, wire.Record]]
 
 
 def _spooled(spool: Spool, kind: type[Body]) -> Spooled[tuple[int, Body]]:
-    """Returns a spooled list of (sequence, body), for messages of one kind."""
+    """Returns an empty list of (stream sequence, body) in a spool, for messages of one kind."""
 
     def unpack(index: int, raw: bytes) -> tuple[int, Body]:
         return found.seqs[index], wire.decode(kind, raw)
@@ -67,14 +69,14 @@ def _manifests(spool: Spool) -> Spooled[tuple[int, wire.Manifest]]:
 
 
 class Chains(dict[int, Chain]):
-    """The records of each fragment; an empty chain for a fragment without records."""
+    """Each fragment's chain: its records in order; an empty chain if there are none."""
 
     def __missing__(self, fragment: int) -> Chain:
         return ()
 
 
 class Entries(Spooled[Entry]):
-    """The decoded messages that are not records."""
+    """The readable messages of a tape, apart from records, in order; they are in a spool."""
 
     def __init__(self, spool: Spool, times_s: Times) -> None:
         super().__init__(spool, self._entry)
@@ -86,7 +88,7 @@ class Entries(Spooled[Entry]):
         self._sizes = array("i")
 
     def take(self, entry: Entry, place: int) -> None:
-        """Adds the next message, whose bytes begin at `place` in the spool."""
+        """Adds the next message, whose bytes begin at offset `place` in the spool."""
         if entry.subject not in self._ids:
             self._ids[entry.subject] = len(self._names)
             self._names.append(entry.subject)
@@ -101,7 +103,7 @@ class Entries(Spooled[Entry]):
         return Entry(seq, self._times_s[seq], subject, body, self._sizes[index], raw=raw)
 
     def concerning(self, fragment: int, first_seq: int = 0) -> Sequence[Entry]:
-        """Returns the entries about a fragment, or about the whole run, from `first_seq` on."""
+        """Returns the messages about a fragment or about no single one, from `first_seq` on."""
         of = [names.parse_subject(subject) for subject in self._names]
         about = [None if one is None else one.fragment for one in of]
         chosen = {index for index, one in enumerate(about) if one in (None, fragment)}
@@ -114,15 +116,21 @@ class Entries(Spooled[Entry]):
 class History:
     """A run's tape up to `last_seq`, decoded; every list in order of the tape.
 
+    Lists of messages have pairs (stream sequence, message).
+
     Attributes:
+        settings: the settings with which the run was created.
         extent: the part of the tape that was read, and from where on nothing is missing.
-        times_s: when each message was stored.
-        entries: all decoded messages but records.
+        spool: the file with the bytes of all readable messages.
+        times_s: when each message was stored, by its sequence (seconds since the epoch).
+        entries: all readable messages but records.
         garbage: messages that are not of the protocol, or that belong to another run, learner or
-            epoch; `undecoded` are the ones that are not among `entries`.
+            epoch; `undecoded`: those of them that are not among `entries`.
         unreadable: records that are damaged, or whose body is damaged or missing.
-        bodies: names of the objects that hold records.
-        settings: the specification's; `changes` are the later ones, by their message's sequence.
+        bodies: names of the objects that hold records too large for a message.
+        manifests_of: for each fragment, the indices of its updates in `manifests`.
+        changes: the settings after each change, by the sequence of the change's message.
+        stop, end: the run's first message of this kind; None if there is none.
     """
 
     specification: wire.Specification
@@ -149,19 +157,19 @@ class History:
     end: tuple[int, wire.End] | None = None
 
     def __post_init__(self) -> None:
-        """Makes the lists that lie in the spool, unless they come from another history."""
+        """Makes the lists whose messages are in the spool, unless another history gave them."""
         if self.entries is None:
             self.entries = Entries(self.spool, self.times_s)
             self.manifests = _manifests(self.spool)
 
     @property
     def whole_from(self) -> int:
-        """The sequence from which on no message is missing."""
+        """The stream sequence from which on no message is missing; 1: the tape is whole."""
         return self.extent.whole_from
 
     @property
     def last_seq(self) -> int:
-        """Sequence of the newest message."""
+        """The stream sequence of the newest message."""
         return self.extent.last_seq
 
     @property
@@ -171,7 +179,7 @@ class History:
 
     @property
     def in_force(self) -> RunSettings:
-        """The newest settings."""
+        """The newest settings: those of the last change, else those of the run's creation."""
         return self.changes[max(self.changes)] if self.changes else self.settings
 
     @property
@@ -247,41 +255,45 @@ class History:
         self.garbage.append(InvalidMessage(entry.seq, entry.time_s, entry.subject, why))
 
     def let_go_of_messages(self) -> None:
-        """Drops all but records and times, after all other messages were used.
+        """Drops `entries` and `manifests`, whose indices take most of the memory for a long tape.
 
-        Their indexes take most of the memory for a long tape.
+        To be called once only records and times are still needed.
         """
         self.entries, self.manifests = Entries(self.spool, self.times_s), _manifests(self.spool)
         self.manifests_of = {}
 
     def versions(self) -> list[int]:
-        """Returns the newest version of each fragment."""
+        """Returns the newest version of each fragment that has a record, in order of fragments."""
         return [self.records[fragment][-1][1].version for fragment in sorted(self.records)]
 
     def all_records(self) -> Iterator[wire.Record]:
-        """Yields every record, fragment by fragment."""
+        """Yields every record, fragment by fragment; `in_order` yields them in order of tape."""
         for chain in self.records.values():
             for _, record in chain:
                 yield record
 
     def announced(self, fragment: int) -> Sequence[tuple[int, wire.Manifest]]:
-        """Returns the manifests of a fragment."""
+        """Returns (sequence, manifest) of each announcement of a fragment, also repeated ones."""
         return Subset(self.manifests, self.manifests_of.get(fragment, ()))
 
     def manifest_at(self, seq: int) -> wire.Manifest | None:
-        """Returns the manifest at a sequence of the tape."""
+        """Returns the manifest at a stream sequence; None if another message is there."""
         found = self.manifests.at(seq)
         return None if found is None else found[1]
 
     def sent(self, fragment: int | None = None) -> dict[Sent, int]:
-        """Returns the sequence of each update's first announcement, for a fragment or all."""
+        """Returns the stream sequence of each update's first announcement.
+
+        Args:
+            fragment: whose updates; None: those of all fragments.
+        """
         found: dict[Sent, int] = {}
         for seq, sent in self.manifests if fragment is None else self.announced(fragment):
             found.setdefault(identity(sent), seq)
         return found
 
     def merged(self) -> dict[Sent, wire.Input]:
-        """Returns every update that a record merges; for short tapes only."""
+        """Returns every merged update, with its entry in the record; for short tapes only."""
         return {
             answered(record, taken): taken
             for record in self.all_records()
@@ -289,7 +301,7 @@ class History:
         }
 
     def rejected(self) -> dict[Sent, wire.Rejected]:
-        """Returns every update that a record rejects."""
+        """Returns every rejected update, with its entry in the record."""
         return {
             answered(record, taken): taken
             for record in self.all_records()
@@ -297,15 +309,15 @@ class History:
         }
 
     def in_order(self) -> Iterator[tuple[int, wire.Record]]:
-        """Yields every record with its sequence, in order of the tape."""
+        """Yields (sequence, record) for every record, in order of the tape."""
         return in_order(self.records.values())
 
     def lives(self, learner: str) -> list[int]:
-        """Returns the incarnations of a learner, in order."""
+        """Returns the incarnations of a learner that joined, in order."""
         return [seq for seq, join in self.joins if join.learner == learner]
 
     def settings_at(self, seq: int) -> RunSettings:
-        """Returns the settings that the message at `seq` put in force; 0: the specification's."""
+        """Returns the settings that the message at `seq` put in force; 0: those of the creation."""
         return self.changes[seq] if seq else self.settings
 
     def settings_of(self, record: wire.Record) -> RunSettings | None:
@@ -315,12 +327,12 @@ class History:
 
 
 def up_to(chain: Chain, last_seq: int) -> Chain:
-    """Returns the records of a chain up to a sequence of the tape."""
+    """Returns the records of a chain whose stream sequence is `last_seq` or less."""
     return chain[: bisect_right(chain, last_seq, key=itemgetter(0))]
 
 
 def in_order(chains: Iterable[Chain]) -> Iterator[tuple[int, wire.Record]]:
-    """Yields the records of several fragments in order of the tape."""
+    """Yields (sequence, record) of several fragments' chains, in order of the tape."""
     return heapq.merge(*chains, key=itemgetter(0))
 
 
@@ -330,7 +342,7 @@ def identity(manifest: wire.Manifest) -> Sent:
 
 
 def resolves(record: wire.Record) -> tuple[wire.Input | wire.Rejected, ...]:
-    """Returns the updates that a record answers: merged, then rejected."""
+    """Returns a record's verdicts: its merged updates, then its rejected ones."""
     merged: tuple[wire.Input | wire.Rejected, ...] = record.inputs
     return merged + record.rejected
 
@@ -343,7 +355,7 @@ def answered(record: wire.Record, taken: wire.Input | wire.Rejected) -> Sent:
 async def read_history(
     context: RunContext, beside: Callable[[Item], None] | None = None
 ) -> History:
-    """Reads a run's tape up to now; passes each message to `beside`, too.
+    """Reads a run's tape up to now; calls `beside` with each message as well.
 
     Raises:
         RunMismatchError: there is no such run.
@@ -369,7 +381,13 @@ _PAUSES = {"run.paused: False -> True": "paused", "run.paused: True -> False": "
 
 @dataclass(frozen=True)
 class Event:
-    """An event in a run's history, as a sentence; `by`: who caused it, "" for a learner itself."""
+    """An event in a run's history.
+
+    Attributes:
+        at_s: seconds since the epoch.
+        what: a sentence.
+        by: who caused it; "" for a learner's own join or leave, and for the creation.
+    """
 
     at_s: float
     what: str
@@ -377,7 +395,10 @@ class Event:
 
 
 def act_of(body: wire.Body, at_s: float) -> Event | None:
-    """Returns the event that a message records in the run's history, or None."""
+    """Returns the event that a message stored at `at_s` is for people; None for routine messages.
+
+    Events are joins, leaves, stop, end, changes of settings, checkpoints, quarantine and rollbacks.
+    """
     match body:
         case wire.Join() as join:
             return Event(at_s, f"{join.learner} joined", "")
@@ -402,7 +423,7 @@ def act_of(body: wire.Body, at_s: float) -> Event | None:
 
 
 def _change(changed: Sequence[str]) -> str:
-    """Describes a change of settings; a pause has a sentence of its own."""
+    """Returns a sentence on a change of settings; to pause and to continue have their own ones."""
     if len(changed) == 1 and changed[0] in _PAUSES:
         return _PAUSES[changed[0]]
     return f"settings changed: {'; '.join(changed) or 'carried over from the tape before'}"
@@ -413,8 +434,8 @@ async def happened(context: RunContext, created_at_s: float, *, everything: bool
 
     Args:
         context: the run's context.
-        created_at_s: when it was created.
-        everything: also return joins and leaves of learners.
+        created_at_s: when the run was created, in seconds since the epoch.
+        everything: whether to return joins and leaves of learners as well.
     """
     what = f"resumed on this tape, epoch {context.epoch}" if context.epoch else "created"
     found = [Event(created_at_s, what, "")]

@@ -25,7 +25,7 @@ SHORT = 0.35
 
 
 class Trend:
-    """A few points, spread over all points that were added."""
+    """At most `POINTS` points, evenly spread over all points that were added."""
 
     def __init__(self) -> None:
         self.points: list[MergedPoint] = []
@@ -33,7 +33,7 @@ class Trend:
         self._came = 0
 
     def add(self, point: MergedPoint) -> None:
-        """Add the next point."""
+        """Adds the next point; drops every other one once there are more than `POINTS`."""
         if self._came % self._stride == 0:
             self.points.append(point)
         self._came += 1
@@ -45,12 +45,12 @@ class Trend:
 def throughput(
     newest: Sequence[MergedPoint], trend: Sequence[MergedPoint], merged: int
 ) -> Throughput | None:
-    """Returns the rates of the newest updates, and their change; None if there are too few.
+    """Returns the rates of a learner's newest merged updates, and their change.
 
     Args:
-        newest: the newest updates, at most `RECENT`.
-        trend: points spread over all updates.
-        merged: the number of all updates.
+        newest: its newest merged updates, at most `RECENT`; with fewer, returns None.
+        trend: points spread over all its merged updates.
+        merged: the number of all its merged updates.
     """
     # The longest gaps may be pauses or restarts.
     gaps_s = sorted(late.at_s - early.at_s for early, late in pairwise(newest))[:-PAUSES]
@@ -69,7 +69,13 @@ def throughput(
 
 
 class LifeTotals(NamedTuple):
-    """Totals that a learner's lives report: bytes read, seconds stalled, and all seconds."""
+    """Totals over a learner's lives, as their heartbeats state them.
+
+    Attributes:
+        bytes_down: bytes of objects read.
+        stall_s: seconds that synchronization took from training.
+        run_s: seconds since each life began to train.
+    """
 
     bytes_down: int = 0
     stall_s: float = 0.0
@@ -86,7 +92,7 @@ class LifeTotals(NamedTuple):
 
 @dataclass
 class LastHeartbeat:
-    """One learner's newest heartbeat, and when it came (seconds since the epoch)."""
+    """One learner's newest heartbeat, and when it was stored (seconds since the epoch)."""
 
     heartbeat: wire.Heartbeat
     heard_at_s: float
@@ -96,10 +102,33 @@ class LastHeartbeat:
 class LearnerHistory:
     """Facts about one learner, in memory that does not grow with its time in the run.
 
+    Times (`_s`, `_at_s`) are seconds since the epoch, if nothing else is said.
+
     Attributes:
-        joined: incarnation of its newest life; `left`: of the newest life that left in order.
+        release: from its newest join: release, digest of the packages' versions, and platform.
+        errors: errors that ended its last lives.
+        views: (version, time) of each check in which its view differed from the run's.
+        twins_s: times at which an earlier life left although a newer one had joined.
+        uploads_s: seconds that each of its last updates took to be stored.
+        lives: number of its joins.
+        joined: incarnation of its newest life; 0: the join was not read.
         sudden_s: times at which a life joined although the one before had not left.
+        left: incarnation of the newest life that left in order, by a message of sequence
+            `left_seq`; 0: none has.
+        word: the newest message that quarantines it or lets it in again.
         last: the newest heartbeat of any life.
+        merged, rejected: numbers of its updates with this verdict.
+        tokens: tokens credited to it, in all fragments together.
+        reasons: number of its rejected updates by reason.
+        less: number of its merged updates that count for less than they claim, by limit.
+        recent: verdicts on its last updates; `beside`: on its last updates that were merged
+            together with other learners'.
+        trend: points spread over all its merged updates; `newest`: the last ones.
+        invalid: its last messages that are not of the protocol; `invalids`: number of them all.
+        sent_at_s: when it last announced an update or joined; 0: never.
+        announced_s: when it last announced an update of each fragment.
+        told_s, took_s: seconds of a step in its last updates, as they claim, and as the times of
+            their announcements show.
     """
 
     host: str = ""
@@ -135,7 +164,7 @@ class LearnerHistory:
     _earlier: LifeTotals = field(default_factory=LifeTotals)
 
     def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
-        """Take the next heartbeat; one of a superseded life is not added to the totals."""
+        """Notes the next heartbeat, stored at `at_s`; a superseded life's adds to no total."""
         self.last = LastHeartbeat(beat, at_s)
         newest = self._newest
         if newest is not None and beat.incarnation > newest.incarnation:
@@ -144,7 +173,7 @@ class LearnerHistory:
             self._newest = beat
 
     def announce(self, manifest: wire.Manifest, at_s: float) -> None:
-        """Note that the learner has announced an update."""
+        """Notes the first announcement of an update, stored at `at_s`."""
         self.sent_at_s = at_s
         self.uploads_s.append(manifest.upload_s)
         before_s = self.announced_s.get(manifest.fragment)
@@ -155,12 +184,20 @@ class LearnerHistory:
 
     @property
     def spent(self) -> LifeTotals:
-        """The totals of all lives."""
+        """The totals of all lives, up to each one's last heartbeat."""
         return self._earlier.and_of(self._newest) if self._newest is not None else self._earlier
 
 
 class Reading(NamedTuple):
-    """One learner: its history, its last heartbeat, and its entries in the fragments' states."""
+    """What was read about one learner.
+
+    Attributes:
+        known: facts from the tape and its heartbeats.
+        last: its last heartbeat; None: it sent none, or one of a life that never joined.
+        newest: incarnation of its newest life, by joins and records; 0: none is known.
+        members: its entries in the newest records of the fragments.
+        quarantined: whether it is quarantined.
+    """
 
     known: LearnerHistory
     last: LastHeartbeat | None
@@ -169,21 +206,24 @@ class Reading(NamedTuple):
     quarantined: bool
 
     def beat(self, now_s: float) -> tuple[wire.Heartbeat | None, float | None]:
-        """Returns the newest life's heartbeat, and its age in seconds."""
+        """Returns the newest life's last heartbeat and its age in seconds at `now_s`.
+
+        Both are None if the newest life has sent no heartbeat.
+        """
         if self.last is None or self.last.heartbeat.incarnation < self.newest:
             return None, None
         return self.last.heartbeat, max(0.0, now_s - self.last.heard_at_s)
 
     @property
     def ahead_s(self) -> float | None:
-        """The seconds by which the learner's clock is ahead of the server's, by its heartbeat."""
+        """Seconds by which the learner's clock is ahead of the server's; None: unknown."""
         if self.last is None or not self.last.heartbeat.now_s:
             return None
         return self.last.heartbeat.now_s - self.last.heard_at_s
 
     @property
     def left(self) -> bool:
-        """Whether the newest life in records and heartbeats has left in order."""
+        """Whether the newest life, by joins, records and heartbeats, has left in order."""
         heard = self.last.heartbeat.incarnation if self.last is not None else 0
         life = max(self.newest, heard)
         gone = any(one.left and one.incarnation == life for one in self.members)
@@ -191,7 +231,10 @@ class Reading(NamedTuple):
 
     @property
     def superseded(self) -> int:
-        """The incarnation of an earlier life, if that one sent the last heartbeat; else 0."""
+        """The incarnation of the last heartbeat, if that is of a life earlier than the newest.
+
+        0 if the newest life sent the last heartbeat, or has left after it.
+        """
         if self.last is None or self.last.heartbeat.incarnation >= self.newest:
             return 0
         if self.left and self.last.heard_at_s <= self.known.left_at_s:
@@ -200,18 +243,18 @@ class Reading(NamedTuple):
 
 
 def told_delays(beat: wire.Heartbeat | None) -> Delays | None:
-    """Returns the delays that a heartbeat reports, if any."""
+    """Returns a learner's delays from sending updates to their verdicts; None if not reported."""
     if beat is None or not beat.worst_delay_s:
         return None
     return Delays(beat.delay_s, beat.worst_delay_s, beat.delay_steps, beat.worst_delay_steps)
 
 
 def waits_of(record: wire.Record, made_at_s: float) -> tuple[tuple[float, float], ...]:
-    """Returns the wait of each update for its version, in seconds and in steps of its sender.
+    """Returns each update's wait for its version: (seconds, inner steps of its sender).
 
     Args:
         record: the record that merged the updates; its policy has the senders' speeds.
-        made_at_s: the server's time at which the record was stored.
+        made_at_s: when the server stored the record, in seconds since the epoch.
     """
     speeds = {one.learner: one.speed for one in record.policy.members}
     waits_s = [(one.learner, max(0.0, made_at_s - one.announced_at_s)) for one in record.inputs]
@@ -219,19 +262,23 @@ def waits_of(record: wire.Record, made_at_s: float) -> tuple[tuple[float, float]
 
 
 def usual_norm(inputs: Sequence[wire.Input]) -> float:
-    """Returns the median norm of a round's updates; of two, the lower one, so a long one shows."""
+    """Returns the median norm of a round's updates; of an even number, the lower middle one.
+
+    So, of two updates, the longer one differs from it. Without updates, returns 1.
+    """
     return median_low([one.norm for one in inputs] or [1.0])
 
 
 def answers(
     inputs: Sequence[wire.Input], waits: Sequence[tuple[float, float]], longest: float = 0.0
 ) -> Iterator[UpdateAnswer]:
-    """Yields the answer to each update of a round, with its wait.
+    """Yields an `UpdateAnswer` for each update that a round merged, in their order.
 
     Args:
         inputs: the updates that the round merged.
-        waits: the wait of each, in seconds and steps.
-        longest: the greatest `usual_norm` of the fragment's rounds so far.
+        waits: each update's wait for the version: (seconds, inner steps).
+        longest: the greatest `usual_norm` of the fragment's rounds so far. An update that is long
+            in its round, but short beside this, does not count as long.
     """
     usual = usual_norm(inputs)
     least, faded = SHORT * longest, usual < FADED * longest
@@ -250,7 +297,10 @@ def answers(
 
 
 def others_losses(inputs: Sequence[wire.Input]) -> dict[str, float | None]:
-    """Returns the median of the others' losses for each learner of a round; None without others."""
+    """Returns, for each learner of a round, the median loss of the other learners' updates.
+
+    It is None if the round has no other learner.
+    """
     order = sorted(range(len(inputs)), key=lambda index: inputs[index].loss)
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, index in enumerate(order):

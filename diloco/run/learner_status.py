@@ -1,7 +1,7 @@
 """A learner's state at a moment: training, silent, failed, left or quarantined, and its figures.
 
-Pure. Figures from records are facts; those from heartbeats are claims of the learner, and may be
-false.
+Figures from records are facts; figures from heartbeats are claims of the learner, and may be false.
+Pure.
 """
 
 import math
@@ -17,15 +17,17 @@ from diloco.run.state import HOUR_S, Delays, LearnerStatus, ShardFigures, delays
 
 
 class Moment(NamedTuple):
-    """The run at a moment.
+    """Facts about a run at a moment that the state of every learner depends on.
+
+    Times are seconds since the epoch, by the server's clock.
 
     Attributes:
-        now_s: the moment, by the server's clock.
-        until_s: the same; of a run that has ended, when its last message was stored.
-        whole_s: since when the tape is whole; 0 if it is from its beginning.
+        now_s: the moment.
+        until_s: the moment too; of a run that has ended, when its last message was stored.
+        whole_s: from when on no message of the tape is missing; 0: none is missing.
         stop_seq: stream sequence of the message that stopped the run; 0: none has.
-        liveness_timeout_s: a learner that is not heard of for longer is silent.
-        fragments: fragments that have a record.
+        liveness_timeout_s: a learner without a heartbeat for more seconds than this is silent.
+        fragments: number of fragments that have a record.
     """
 
     now_s: float
@@ -39,10 +41,10 @@ class Moment(NamedTuple):
 def learner_status(
     name: str, read: Reading, moment: Moment, shards: ShardFigures | None
 ) -> LearnerStatus:
-    """Returns the state of a learner at a moment: training, silent, failed, left or quarantined.
+    """Returns the status of a learner at a moment.
 
     Args:
-        name: the learner's.
+        name: the learner's name.
         read: its history, its last heartbeat and its entries in the fragments' newest records.
         moment: the run at that moment.
         shards: figures of the shards of its updates, if they were read.
@@ -117,7 +119,8 @@ def learner_status(
 def trained_per_s(learners: Sequence[LearnerStatus]) -> float:
     """Returns the sum of the learners' reported tokens a second, each limited to its credited rate.
 
-    A learner with too few merged updates is limited to the fastest credited rate.
+    A learner whose credited rate is unknown, since few of its updates are merged, is limited to the
+    fastest credited rate of another.
     """
     credited = [one.throughput.tokens_per_s for one in learners if one.throughput is not None]
     most = max(credited, default=math.inf)
@@ -128,7 +131,11 @@ def trained_per_s(learners: Sequence[LearnerStatus]) -> float:
 
 
 def told_adoption(beats: Iterable[wire.Heartbeat]) -> Delays | None:
-    """Returns the delays from making versions to adopting them, by heartbeats that state them."""
+    """Combines the reported delays from a version's record to its adoption; None if there are none.
+
+    Args:
+        beats: the heartbeats that report them.
+    """
     return over_all(
         Delays(
             beat.adoption_s, beat.worst_adoption_s, beat.adoption_steps, beat.worst_adoption_steps
@@ -139,7 +146,7 @@ def told_adoption(beats: Iterable[wire.Heartbeat]) -> Delays | None:
 
 
 def over_all(each: Iterable[Delays | None]) -> Delays | None:
-    """Combines delays: the mean of the means, and the worst."""
+    """Combines delays: the mean of the means, and the worst; None if there are none."""
     found = [one for one in each if one is not None]
     if not found:
         return None

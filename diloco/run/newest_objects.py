@@ -1,7 +1,8 @@
-"""Checks the objects of a run's newest versions: missing, old, damaged, or copies.
+"""Checks the stored objects of a run's newest versions.
 
-Status and page check the newest objects every few seconds; the doctor checks more
-(`judge/objects.py`). The functions block while the store answers.
+An object may be missing, be damaged, have the bytes of another version, or have been deleted from a
+folder that still has a copy. Status and page check the newest objects every few seconds; the doctor
+checks more (`judge/objects.py`). The functions block while the store answers.
 """
 
 import contextlib
@@ -25,10 +26,13 @@ Made = tuple[wire.Record, wire.ObjectRef]
 
 
 def newest_first(run: str, chains: Iterable[Iterable[wire.Record]]) -> Iterator[Made]:
-    """Yields the objects of versions, each once, the newest versions first.
+    """Yields (record, object) for each delta, view and outer state that a record's version stored.
+
+    The newest versions come first. Each object is yielded once: with the version that stored it,
+    not with later records that refer to it.
 
     Args:
-        run: its name.
+        run: the run's name.
         chains: records of each fragment, the newest first.
     """
     for record in heapq.merge(*chains, key=lambda one: -one.version):
@@ -41,11 +45,12 @@ def newest_first(run: str, chains: Iterable[Iterable[wire.Record]]) -> Iterator[
 
 
 class BytesRead:
-    """Reads objects of versions, and compares their bytes with records.
+    """Reads objects of versions, and compares their bytes with size and CRC in the records.
 
     Args:
         store: the run's store.
-        every: returns the objects to read, the newest first; wrong bytes are compared with theirs.
+        every: returns the objects to read, the newest first. Of an object with wrong bytes, the
+            fault says whether these are the bytes of another of the objects.
 
     Attributes:
         read: the number of objects that were read.
@@ -56,7 +61,12 @@ class BytesRead:
         self._store, self._every = store, every
 
     def wrong(self, limit_bytes: int) -> Iterator[tuple[str, str]]:
-        """Yields (place, fault) of each readable object with other bytes than its maker stored.
+        """Yields (version and fragment, fault) of each object with other bytes than were stored.
+
+        Objects that are missing or cannot be read are skipped.
+
+        Args:
+            limit_bytes: the most bytes to read; the objects beyond that are not checked.
 
         Raises:
             StoreUnavailableError: the store is unreachable.
@@ -86,12 +96,13 @@ def looked_at(
     records: Sequence[wire.Record],
     newest: Callable[[], Sequence[wire.Record]],
 ) -> list[Finding]:
-    """Returns findings on the objects of a run in progress.
+    """Returns findings on the objects of a run in progress: wrong bytes, missing, or deleted.
 
     Args:
         store: the run's store.
-        run: its name.
-        records: earlier records of any fragment, the oldest first.
+        run: the run's name.
+        records: earlier records of any fragment, the oldest first; `LOOK_BYTES` of objects of these
+            and the newest records are compared with their records.
         newest: returns the newest record of each fragment; called again before an object counts as
             missing, since garbage collection may have removed objects of older records.
 
@@ -123,7 +134,14 @@ def _is_there(store: ObjectStore, name: str) -> bool:
 
 
 def breach(rule: str, told: Sequence[str], runbook: str, about: str = "store") -> Finding:
-    """Returns the finding on objects that break a rule: the first of them, and their number."""
+    """Returns the error on objects that break a rule.
+
+    Args:
+        rule: the rule's name.
+        told: a sentence for each fault; the finding has the first, and the number of the others.
+        runbook: path of the runbook.
+        about: what the objects belong to.
+    """
     more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
     return Finding(
         severity="error",
@@ -135,7 +153,11 @@ def breach(rule: str, told: Sequence[str], runbook: str, about: str = "store") -
 
 
 def deleted(store: ObjectStore, run: str) -> Iterator[Finding]:
-    """Finds objects whose files were deleted from a folder that still has their bytes."""
+    """Yields a finding for each learner, and for the store, whose objects' files were deleted.
+
+    Only a store in a folder can tell: it has a protected copy of each object. For other stores,
+    yields nothing.
+    """
     if not isinstance(store, DirectoryStore):
         return
     gone: dict[str, list[str]] = defaultdict(list)

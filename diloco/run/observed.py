@@ -57,7 +57,14 @@ Update = tuple[str, int, int]
 
 
 class _Round(NamedTuple):
-    """The figures of one round from which rates and averages are computed."""
+    """The figures of one round from which rates and averages are computed.
+
+    Attributes:
+        closed_at_s: seconds since the epoch.
+        staleness: sum over the round's updates, in versions.
+        size_bytes: sum over their shards.
+        waits: each update's wait for the version: (seconds, inner steps of its sender).
+    """
 
     closed_at_s: float
     staleness: int
@@ -80,12 +87,18 @@ class Observed:
         copied: whether the tape is a copy in a file; the run itself may have gone on.
 
     Attributes:
-        settings: the current settings; `leases`, `aggregators`, `filled` and `last_seq` are as
-            the bus last reported them.
-        from_start: the tape was read from its beginning.
+        settings: the current settings.
+        leases: each fragment's lease, and `aggregators`: each live aggregator's, as the bus last
+            reported them.
+        filled: size and limit of the tape, and `last_seq`: its newest sequence, by the bus too.
+        from_start: whether the tape was read from its beginning.
+        extent: the part of the tape that was read, and from where on nothing is missing.
+        ended: whether the run's end is on the tape.
+        known: facts about each learner that a message or record names.
         records: the newest record of each fragment.
-        rounds: records of the newest rounds with several learners; once their shards were read,
-            `shards` has each learner's figures and `stored` the findings on their objects.
+        rounds: records of the newest rounds with three updates or more, the oldest first.
+        shards: each learner's figures from the shards of `rounds`; empty until these are read.
+        stored: findings on the store, from its last check.
     """
 
     def __init__(
@@ -127,7 +140,7 @@ class Observed:
 
     @property
     def beats(self) -> dict[str, LastHeartbeat]:
-        """Each learner's last heartbeat."""
+        """The last heartbeat of each learner that sent one."""
         return {name: one.last for name, one in self.known.items() if one.last is not None}
 
     def names(self) -> set[str]:
@@ -136,7 +149,7 @@ class Observed:
         return {one.learner for each in members for one in each} | self.known.keys()
 
     def take(self, item: Item) -> None:
-        """Note the tape's next message."""
+        """Notes the tape's next message."""
         self.extent.take(item)
         # Stop and end count even if their bodies are invalid, as for the daemons.
         match names.parse_subject(item.subject):
@@ -183,11 +196,11 @@ class Observed:
                 self._changes.append(change)
 
     def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
-        """Note a heartbeat."""
+        """Notes a heartbeat that was stored at `at_s` (seconds since the epoch)."""
         self.known[beat.learner].hear(beat, at_s)
 
     def note_record(self, recorded: Recorded) -> None:
-        """Note a record of a fragment, the newest known."""
+        """Notes a record, unless the same or a newer one of its fragment is known."""
         record, known = recorded.record, self.records.get(recorded.record.fragment)
         if known is not None and known.record_seq >= recorded.record_seq:
             return
@@ -257,7 +270,12 @@ class Observed:
             self._waiting[manifest.fragment].setdefault((*life, manifest.seq), at_s)
 
     def run(self, now_s: float, *, current: bool = True) -> RunStatus:
-        """Returns the run at a moment, without findings (`findings.judged`)."""
+        """Returns the run at a moment, without findings (`findings.judged` adds them).
+
+        Args:
+            now_s: the moment, in seconds since the epoch by the server's clock.
+            current: False if the bus is unreachable.
+        """
         found = [one.record.totals for one in self.records.values()]
         learners, unborn = self._learners(now_s)
         spent = [one.spent for one in self.known.values()]
@@ -310,11 +328,11 @@ class Observed:
         )
 
     def _usual_wait(self, unit: int) -> float:
-        """Returns the usual round's mean wait, in seconds or steps."""
+        """Returns the median of recent rounds' mean waits; `unit` 0: seconds, 1: inner steps."""
         return median([fmean(wait[unit] for wait in one.waits) for one in self._recent] or [0.0])
 
     def _takeovers(self, until_s: float) -> tuple[float, ...]:
-        """Returns the last hour's changes of owner of the fragment with the most of them."""
+        """Returns when, in the last hour, the fragment with the most changes of owner had these."""
         each = [
             tuple(at_s for at_s in found if at_s >= until_s - HOUR_S)
             for found in self._taken_s.values()
@@ -328,7 +346,7 @@ class Observed:
         return 1 / max(1e-3, now_s - self._recent[0].closed_at_s)
 
     def _state(self, learners: Sequence[LearnerStatus]) -> str:
-        """Returns the run's state; without learners, it waits for some, also if all have left."""
+        """Returns `RunStatus.state`; "waiting for learners" also if all learners have left."""
         if self.ended:
             return "ended"
         if self._stopped is not None:

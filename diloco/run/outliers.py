@@ -1,6 +1,7 @@
 """Finds learners whose figures are far from the others': how far, since when, and likely causes.
 
-This module compares losses, norms, times and releases; `shard_outliers.py` compares shards. Pure.
+This module compares losses, norms, times and releases; `shard_outliers.py` compares figures of the
+updates' shards. Pure.
 """
 
 import math
@@ -39,7 +40,11 @@ UPLOAD_S, ADOPTION_S = 0.5, 1.0
 
 
 def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Yields findings on learners whose losses, norms or directions are far from the others'."""
+    """Yields findings on learners whose figures are far from the others'.
+
+    The figures are losses, norms and directions of updates, times of uploads and adoptions, rates
+    and releases.
+    """
     known = [one for one in learners if len(one.beside) >= FEWEST]
     if len(known) == OTHERS:
         yield from _of_two(*known)
@@ -105,7 +110,15 @@ def _of_two(one: LearnerStatus, other: LearnerStatus) -> Iterator[Finding]:
 
 
 def began(points: Sequence[MergedPoint], off: Callable[[MergedPoint], bool]) -> MergedPoint | None:
-    """Returns the first point from which on at least two of three points are off, or None."""
+    """Returns the earliest point that is off, with at least two thirds of all points from it on.
+
+    Args:
+        points: a learner's merged updates, the oldest first.
+        off: whether a point's figure is far from the usual one.
+
+    Returns:
+        None if no point is off.
+    """
     first, so_far = None, 0
     for count, point in enumerate(reversed(points), 1):
         so_far += off(point)

@@ -44,7 +44,10 @@ SIGN = "look at the sign of its loss, gradient and update"
 
 
 def explained(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Yields findings on updates that shrink parameters, raise the learner's loss, or overflow."""
+    """Yields findings with a known cause: overflow, too much weight decay, or a wrong sign.
+
+    Such a cause also explains a learner's other differences, which need no findings then.
+    """
     assert one.shards is not None
     if one.shards.factor >= HUGE:
         yield from lone(one, others)
@@ -151,7 +154,10 @@ def still(one: LearnerStatus) -> Iterator[Finding]:
 
 
 def lone(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Yields the finding on single elements that are far larger than all others."""
+    """Yields the finding on single elements far larger than those of the others' updates.
+
+    Yields nothing if their number may be chance.
+    """
     own = one.shards
     assert own is not None
     theirs = [other.shards for other in others if other.shards is not None]
@@ -175,7 +181,10 @@ def lone(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findin
 
 
 def tensors(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Yields the finding on the tensor where a learner's norm is farthest from the others'."""
+    """Yields the finding on the tensor where the norm of a learner's updates is farthest off.
+
+    Yields nothing if the norm is far from the others' in no tensor, or in most.
+    """
     far: dict[str, Comparison] = {}
     for tensor, own in one.shards.norms.items() if one.shards is not None else ():
         theirs = [o.shards.norms[tensor] for o in others if o.shards and tensor in o.shards.norms]

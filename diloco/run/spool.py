@@ -1,7 +1,7 @@
 """Keeps messages of a tape in a file, and decodes them on access.
 
-Memory is for indexes, some 50 bytes a message. The file has no name, vanishes with the process, and
-is as large as the tape; it is made in TMPDIR.
+Only indices are in memory, some 50 bytes a message. The file has no name, vanishes with the
+process, and is as large as the tape; it is made in TMPDIR.
 """
 
 import os
@@ -23,7 +23,10 @@ RECENT_BYTES = 8 << 20
 
 
 class Spool:
-    """Items in a file, by the offsets where they begin. One thread writes; then any may read."""
+    """A temporary file of byte strings; each is found by the offset where it begins.
+
+    One thread writes; once it has written all, any thread may read.
+    """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="diloco-tape-")  # noqa: SIM115 - as long as this
@@ -31,7 +34,7 @@ class Spool:
         self._end = self._flushed = 0
 
     def put(self, data: bytes) -> int:
-        """Appends an item; returns the offset where it begins."""
+        """Appends a byte string; returns the offset where it begins."""
         place = self._end
         self._file.write(_SIZE.pack(len(data)))
         self._file.write(data)
@@ -39,7 +42,7 @@ class Spool:
         return place
 
     def get(self, place: int) -> bytes:
-        """Returns the item that begins at an offset."""
+        """Returns the byte string that begins at an offset that `put` returned."""
         if place >= self._flushed:
             self._file.flush()
             self._flushed = self._end
@@ -70,14 +73,14 @@ class Lazy(Sequence[T]):
 
 
 class Spooled(Lazy[T]):
-    """A list whose items are in a spool.
+    """A list of messages whose bytes are in a spool.
 
     Args:
         spool: the file.
-        unpack: makes an item from its index and bytes.
+        unpack: makes an item from its index in the list and its bytes.
 
     Attributes:
-        seqs: sequences of the items, in order.
+        seqs: stream sequences of the items, ascending.
     """
 
     def __init__(self, spool: Spool, unpack: Callable[[int, bytes], T]) -> None:
@@ -90,14 +93,20 @@ class Spooled(Lazy[T]):
         self._recent_bytes = 0
 
     def add(self, seq: int, place: int, item: T | None = None) -> None:
-        """Appends the item at byte `place` of the spool; keeps a given `item` in memory too."""
+        """Appends an item.
+
+        Args:
+            seq: stream sequence, greater than that of the item before.
+            place: offset of its bytes in the spool.
+            item: the item itself, which is then kept in memory; None: it is decoded on access.
+        """
         if item is not None:
             self._held[len(self.seqs)] = item
         self.seqs.append(seq)
         self._places.append(place)
 
     def at(self, seq: int) -> T | None:
-        """Returns the item of a sequence, or None."""
+        """Returns the item with a stream sequence; None if the list has none."""
         index = bisect_left(self.seqs, seq)
         found = index < len(self.seqs) and self.seqs[index] == seq
         return self[index] if found else None
@@ -106,7 +115,7 @@ class Spooled(Lazy[T]):
         return len(self.seqs)
 
     def item(self, index: int) -> T:
-        """Decodes the item, unless it is in memory or was accessed lately."""
+        """Returns the item at an index; decodes it unless it is in memory."""
         if index in self._held:
             return self._held[index]
         if (known := self._recent.get(index)) is not None:
@@ -126,7 +135,12 @@ class Spooled(Lazy[T]):
 
 
 class Subset(Lazy[T]):
-    """Some items of a list, in order, without a copy of them."""
+    """Some items of a list, without a copy of them.
+
+    Args:
+        whole: the list.
+        indices: the items' indices in the list.
+    """
 
     def __init__(self, whole: Sequence[T], indices: Sequence[int]) -> None:
         self._whole = whole
@@ -141,14 +155,14 @@ class Subset(Lazy[T]):
 
 
 class Times(Mapping[int, float]):
-    """When each message was stored, by its sequence."""
+    """When each message was stored (seconds since the epoch), by its stream sequence."""
 
     def __init__(self) -> None:
         self._seqs = array("q")
         self._times_s = array("d")
 
     def add(self, seq: int, time_s: float) -> None:
-        """Adds the time of the next message."""
+        """Adds the time of the next message; sequences ascend."""
         self._seqs.append(seq)
         self._times_s.append(time_s)
 

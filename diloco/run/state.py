@@ -1,9 +1,10 @@
-"""A run at one moment: a `RunStatus` with its parts.
+"""The data classes that describe a run at one moment. Pure.
 
-The parts are a `LearnerStatus` for each learner, a `FragmentStatus` for each fragment, and
-`Finding`s; `observed.py` computes them; status, page, alerts, trackers and doctor use them. Pure.
+A `RunStatus` has a `LearnerStatus` for each learner, a `FragmentStatus` for each fragment, and
+`Finding`s. `observed.py` computes the status, `findings.py` the findings; status, page, alerts,
+trackers and doctor show them.
 
-Records state facts. Heartbeats are a learner's own claims, and may be false.
+Figures from records are facts. Heartbeats are a learner's own claims, and may be false.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ class Finding:
     """One sentence on a run's health.
 
     Attributes:
+        severity: "ok": the subject is well; "note": a fact that asks for no action.
         about: the subject: "bus", "store", "clock", "learner island-a" ...
         advice: what to do; "" if nothing needs to be done.
         runbook: path from the repository's root; None if nothing needs to be done.
@@ -48,10 +50,13 @@ class Finding:
 
 
 class Change(NamedTuple):
-    """A change of settings: its time, the version of the most advanced fragment, and its author.
+    """A change of settings.
 
     Attributes:
+        at_s: when it was stored, in seconds since the epoch.
+        version: the version of the most advanced fragment then.
         changed: one line for each key, `section.key: before -> after`.
+        by: who made it.
     """
 
     at_s: float
@@ -61,7 +66,11 @@ class Change(NamedTuple):
 
 
 class StoodStill(NamedTuple):
-    """The longest recent wait of an update for its version, which was stored at `at_s`."""
+    """The longest wait of a recent update, from its announcement to its version.
+
+    Attributes:
+        version: the version that merged the update, stored at `at_s` (seconds since the epoch).
+    """
 
     wait_s: float
     version: int
@@ -72,12 +81,15 @@ class ShardFigures(NamedTuple):
     """A learner's newest updates compared with the others', by their shards.
 
     Attributes:
-        cosine: mean cosine to the others' updates in their rounds.
+        cosine: mean cosine of the learner's updates to the others' in the same rounds.
+        updates: number of the learner's updates that were compared.
         still: tensors in which this learner's updates are close to zero, and the others' are not.
         norms: for each other tensor, the logarithm of the ratio of this learner's norm to the
-            median of the others', a ratio that three of four rounds reach.
-        lone: number of updates with a few elements far larger than the others' at the same places;
-            `factor` is the largest ratio, `updates` the number of compared updates.
+            median of the others': the lower quartile over rounds if that is positive, the upper
+            one if that is negative, else 0.
+        lone: number of updates with a few elements that are far larger than the elements at the
+            same index in the others' updates; `factor`: the largest ratio of such an element to a
+            usual one of the others; `tensor`: the tensor that it is in.
         to_zero: median cosine of the updates to the parameters: at 1 the updates shrink the
             parameters straight to zero. None: the parameters were not read.
     """
@@ -96,7 +108,8 @@ class MergedPoint(NamedTuple):
     """A merged update: its training loss, and its norm relative to the median of its round.
 
     Attributes:
-        version: the version of the fragment that the update's round made.
+        at_s: when the update's round closed, in seconds since the epoch.
+        version: the version of the fragment that the round made.
         others_loss: median loss of the other updates in its round; None if there were none.
         tokens_per_s: credited tokens a second, at the observed speed; 0: unknown.
     """
@@ -126,7 +139,7 @@ class Throughput(NamedTuple):
 
 
 class Delays(NamedTuple):
-    """Times of several updates, in seconds and in inner steps of their learners."""
+    """Mean and longest of several delays, in seconds and in inner steps of the learners."""
 
     mean_s: float
     worst_s: float
@@ -135,13 +148,13 @@ class Delays(NamedTuple):
 
     @property
     def said(self) -> str:
-        """Mean and worst delay as text."""
+        """Mean and longest delay as text."""
         mean = f"{self.mean_steps:.1f} steps ({self.mean_s:.1f} s)"
         return f"{mean}, {self.worst_steps:.1f} at worst ({self.worst_s:.1f} s)"
 
 
 def delays_of(waits: Iterable[tuple[float, float]]) -> Delays | None:
-    """Returns mean and worst of several delays, each (seconds, steps); None if there are none."""
+    """Returns mean and longest of several delays, each (seconds, steps); None if there are none."""
     found = [*waits]
     if not found:
         return None
@@ -150,10 +163,13 @@ def delays_of(waits: Iterable[tuple[float, float]]) -> Delays | None:
 
 
 class UpdateAnswer(NamedTuple):
-    """The answer to an update: rejected for a reason, or merged with staleness and loss.
+    """The verdict on an update: rejected for a reason, or merged with staleness and loss.
 
     Attributes:
-        less: the ways in which a merged update counts for far less than it claims.
+        reason: why it is rejected; "": it is merged.
+        less: limits by which a merged update counts for far less than it claims: "steps",
+            "weight", "norm".
+        staleness: versions between its base and the version that its round built on.
         norm: the update's norm divided by the median of its round.
         others_loss: median loss of the other updates in its round; None if there were none.
         wait: time from its announcement to its version, by the server's clock: in seconds, and in
@@ -200,15 +216,16 @@ class LearnerStatus:
         offences: its greatest count of offences in any fragment (`bounds.quarantine_offences`).
         staleness: mean staleness of its last updates, in versions; None before any was merged.
         wait: wait of those updates, from announcement to version.
-        delay: delay of its last updates, by its heartbeat, from the step that sent one to the step
-            that had the answer; None before any. `adoption`: delay of the last versions, from the
-            record to the step that adopted it.
+        delay: by its heartbeat, delay of its last updates, from the step boundary that sent the
+            update to the one that adopted the record with its verdict; None before any.
+        adoption: by its heartbeat, delay of the last versions, from the record to the step boundary
+            that adopted it; None before any.
         merged_loss: median loss of its last merged updates, `norm` likewise; both from records.
-        recent: answers to its last updates; `beside`: answers to its last updates that were merged
-            together with other learners'.
+        recent: verdicts on its last updates; `beside`: verdicts on its last updates that were
+            merged together with other learners'.
         trend: some of its merged updates, spread over all that was read.
         shards: figures from the shards of its newest updates; None: not read, or missing.
-        release: its program, packages and platform, from its join.
+        release: from its join: release, digest of the packages' versions, and platform.
         errors: the errors that ended its last lives, from their heartbeats.
         twins: times when an earlier life of it still ran although a newer had joined.
         views: version and time of each check in which its view differed from the run's.
@@ -219,7 +236,8 @@ class LearnerStatus:
         step_s: median seconds of a step in its newest updates: as they claim, and as the times of
             their announcements show; None while they are few.
         sent_s: seconds since it announced an update or joined; None: unknown.
-        missed: newest rounds without its work, in the fragment where they are fewest.
+        missed: number of newest rounds in a row without an update of it, in the fragment where it
+            is least.
     """
 
     name: str
@@ -287,7 +305,13 @@ class LearnerStatus:
         first: MergedPoint | None = None,
         since_s: float | None = None,
     ) -> Finding:
-        """Returns a finding on this learner, which began with update `first`, or at `since_s`."""
+        """Returns a finding on this learner.
+
+        Args:
+            sentence: as all arguments not listed here, `Finding`'s attribute of this name.
+            first: the update with which the fault began; None: unknown.
+            since_s: when the fault began, in seconds since the epoch, if `first` is not given.
+        """
         return Finding(
             severity=severity,
             about=f"learner {self.name}",
@@ -305,11 +329,11 @@ class FragmentStatus:
     """One fragment, at a moment.
 
     Attributes:
-        owner: the aggregator that has the fragment's lease, or None; `free`: no aggregator has the
-            lease, and there is work.
+        owner: the aggregator that has the fragment's lease; None: no aggregator.
+        free: whether the lease is absent or released although work is left.
         refused_by: aggregators that no longer serve the fragment, since its objects gave them other
             digests than the recorded ones.
-        waiting: number of updates without an answer; the first of them came `waiting_s` ago.
+        waiting: number of updates without a verdict; the first was announced `waiting_s` ago.
         version_s: age of the fragment's newest record.
         round_updates: number of updates merged by its newest version's round, which lasted
             `round_s`; `live_learners`: number of live learners at that time.
@@ -339,15 +363,15 @@ class RunStatus:
         whole: counts are of the whole tape, not of its end alone.
         quiet_s: age of the tape's newest message; `stopping_s`: age of its stop message, or of a
             newer record.
-        strangers: learners whose newest heartbeat is of a life that never joined, with that life's
-            incarnation.
+        strangers: by learner's name, the incarnation of the newest heartbeat if that life never
+            joined.
         cut_off: aggregators that the store does not answer.
         staleness: mean staleness of the recent rounds' updates, in versions; `round_size`: mean
             number of updates in these rounds.
         wait: wait of these updates, from announcement to version; None before any.
-        usual_wait_s, usual_wait_steps: medians over these rounds of their updates' mean wait; 0
+        usual_wait_s, usual_wait_steps: the median over these rounds of their updates' mean wait; 0
             without any.
-        delay, adoption: as `LearnerStatus.delay` and `adoption`, over all learners.
+        delay, adoption: as `LearnerStatus.delay` and `LearnerStatus.adoption`, over all learners.
         stall_fraction: share of the learners' time that synchronization took from training.
         stood_still: the longest recent wait of an update; None before any version was made of
             updates.
@@ -398,7 +422,7 @@ class RunStatus:
     findings: tuple[Finding, ...] = ()
 
     def learner(self, name: str) -> LearnerStatus | None:
-        """Returns the learner of a name, or None."""
+        """Returns the learner of a name; None if there is none."""
         return next((one for one in self.learners if one.name == name), None)
 
     @property
@@ -416,5 +440,5 @@ class RunStatus:
 
 
 def share(part_s: float, whole_s: float) -> float:
-    """Returns part over whole, both claimed by a learner: at most 1, and 0 if the whole is 0."""
+    """Returns part over whole, both seconds claimed by a learner: at most 1; 0 if whole is 0."""
     return min(part_s / whole_s, 1.0) if whole_s else 0.0

@@ -1,8 +1,8 @@
 """A run's tape as columns of numbers, for figures: read once, message by message.
 
-A row is 8 bytes a column, so a run of 100,000 versions is some hundred megabytes at most; messages
-are dropped once they are read. Messages that garbage collection has trimmed from the tape are
-missing; the totals, which records carry, are complete.
+A row takes 8 bytes a column, so a run of 100,000 versions takes some hundred megabytes at most;
+messages are dropped once they are read. Messages that garbage collection has trimmed from the tape
+are missing; the totals are complete, since each record carries them.
 """
 
 import contextlib
@@ -66,12 +66,12 @@ class Columns:
         return self._rows()[:, self._index[name]].copy()
 
     def newest(self, count: int) -> dict[str, Column]:
-        """Returns the last `count` rows or fewer, by column."""
+        """Returns the last `count` rows, or all if there are fewer: float64 [rows] by column."""
         rows = self._rows()[-count:]
         return {name: rows[:, place].copy() for name, place in self._index.items()}
 
     def replace(self, columns: dict[str, Column]) -> None:
-        """Replaces all rows by these."""
+        """Replaces all rows by those of the given columns, each float64 [rows]."""
         rows = np.stack([columns[name] for name in self._index], axis=1)
         self._values = array("d", np.ascontiguousarray(rows, np.float64).tobytes())
 
@@ -80,7 +80,7 @@ class Columns:
 
 
 class RejectionRow(NamedTuple):
-    """A rejected update: names and texts of one row."""
+    """A rejected update: when its record was stored (seconds since the epoch), and why."""
 
     at_s: float
     learner: str
@@ -91,10 +91,13 @@ class RejectionRow(NamedTuple):
 
 @dataclass
 class Incarnation:
-    """A life of a learner: one incarnation.
+    """A life of a learner; times are seconds since the epoch.
 
-    `left_s` is when the life published its leave, None if it did not; `position` is its place in
-    the data at that time. `merged_s` is when its first update was merged.
+    Attributes:
+        incarnation: stream sequence of the life's join.
+        left_s: when the life left in order; None: it did not.
+        position: batches of the learner's data that were behind it when it left.
+        merged_s: when the first record that merged an update of it was stored; None: none was.
     """
 
     learner: str
@@ -122,8 +125,16 @@ class TimeSeries:
             of its round's row in `rounds`.
         cosines: for sampled rounds, the mean cosine between the inputs (`mean_cosine`).
         versions: a row (seq, fragment, time) for each record that made a version, also by rollback.
+        refusals: a row for each rejected update; `refused`: the newest `WORDS` of them in full;
+            `refusal_reasons`: their numbers by (reason, learner).
+        events: the newest `WORDS` events of the run.
         totals: each fragment's totals, from its newest record.
+        global_step: the greatest of any fragment; a rollback sets it back.
+        beats: each learner's newest heartbeat.
+        unreadable: number of damaged records; `garbage`: number of messages that are not of the
+            protocol, or are of another epoch.
         extent: the part of the tape that was read, and from where on nothing is missing.
+        ended_s: when the run's end was stored; None: it goes on.
     """
 
     run: str
@@ -193,7 +204,11 @@ class TimeSeries:
         return found
 
     def tokens_merged(self) -> float:
-        """Returns the tokens credited to the model, as the mean over fragments: each has all."""
+        """Returns the tokens credited to the model: the mean over fragments.
+
+        Each fragment counts every token, since each update of any fragment covers all parameters'
+        training.
+        """
         return sum(t.tokens_credited for t in self.totals.values()) / max(self.fragments, 1)
 
 
@@ -204,8 +219,9 @@ async def read_time_series(
 
     Args:
         context: the run's context.
-        created_s: when the run was created.
-        progress: called at intervals with the messages read, and about how many there are.
+        created_s: when the run was created, in seconds since the epoch.
+        progress: called at intervals with the numbers of messages read and of all messages, both
+            approximate.
 
     Raises:
         BusError, StoreUnavailableError: bus or store are unreachable.
@@ -245,7 +261,7 @@ class Builder:
         ]
 
     def look_at(self, messages: int) -> None:
-        """Samples the cosines of about `COSINES` rounds, over a tape of `messages` messages."""
+        """Sets how many rounds are sampled for cosines: about `COSINES` of `messages` messages."""
         self._every = 1 + messages // (5 * COSINES)
 
     def take(self, item: Item) -> None:
@@ -412,7 +428,7 @@ def condense(series: TimeSeries, most_rows: int = MOST_ROWS) -> bool:
 
 
 def _halved(columns: dict[str, Column], key: tuple[str, ...]) -> dict[str, Column]:
-    """Returns columns in which two rows with the same key and next in time became one row."""
+    """Returns columns in which each two rows of equal key that are next in time became one."""
     order = np.lexsort([columns["time_s"], *(columns[name] for name in reversed(key))])
     sorted_rows = {name: values[order] for name, values in columns.items()}
     changed = np.zeros(len(order), bool)

@@ -1,4 +1,4 @@
-"""Reads a run's present state from the end of its tape, heartbeats and leases, and follows it."""
+"""Reads a run's present state from its tape, heartbeats and leases, and follows the changes."""
 
 import asyncio
 import contextlib
@@ -56,12 +56,12 @@ class Watch:
 
     Args:
         context: the run's context.
-        beside: is called with each message of the tape that is read, too.
-        heard: is called with each heartbeat that is followed, too.
+        beside: called with each message of the tape that is read.
+        heard: called with each heartbeat that comes during `follow`, and with the time when it was
+            stored (seconds since the epoch).
 
     Attributes:
         observed: the state of the run, from the messages read.
-        changed: set whenever a message is read.
     """
 
     def __init__(
@@ -79,12 +79,16 @@ class Watch:
         self.observed = Observed(context.run, context.epoch, context.settings, copied=copied)
 
     async def first_seq(self) -> int:
-        """Returns the first sequence of the part of the tape that shows the run's present state."""
+        """Returns the stream sequence from which to read the tape for the run's present state."""
         context = self._context
         return max(1, await context.bus.last_sequence(context.tape) - WINDOW)
 
     async def begin(self, start_seq: int | None = None) -> RunStatus:
-        """Reads the tape to its end, from `start_seq` (1: all of it), else from `first_seq`."""
+        """Reads the tape to its end, then heartbeats, leases and store; returns the run's status.
+
+        Args:
+            start_seq: stream sequence to begin with (1: the whole tape); None: `first_seq`.
+        """
         self._next_seq = start_seq or await self.first_seq()
         self.observed.from_start = self._next_seq == 1
         async for item in read_tape(self._context, self._next_seq):
@@ -98,7 +102,7 @@ class Watch:
         return await self.look_into_store(NEVER_S if self.observed.ended else FIRST_LOOK_S)
 
     async def caught_up(self) -> RunStatus:
-        """Reads heartbeats and leases after the tape; returns the run's status."""
+        """Reads heartbeats and leases, once the tape is read; returns the run's status."""
         context, observed = self._context, self.observed
         if not observed.from_start:
             observed.settings, _ = await effective_settings(context)
@@ -109,9 +113,11 @@ class Watch:
         return await self.now()
 
     async def follow(self, start_seq: int | None = None, *, store: bool = False) -> None:
-        """Follows the tape from the last position, or from `start_seq`; returns at the run's end.
+        """Follows tape and heartbeats; returns at the run's end.
 
-        With `store`, checks the store at intervals as well.
+        Args:
+            start_seq: stream sequence to begin with; None: after the last message read.
+            store: whether to check the store at intervals as well.
         """
         if self.observed.ended:
             return
@@ -132,7 +138,8 @@ class Watch:
         """Notes the tape's next message.
 
         Raises:
-            IntegrityError, RunMismatchError: as `check_record`.
+            IntegrityError: the message is a record of another layout.
+            NewTapeError: the message is a record of another epoch: the run has a new tape.
         """
         if self._beside is not None:
             self._beside(item)
@@ -173,11 +180,11 @@ class Watch:
     async def look_into_store(
         self, within_s: float = NEVER_S, *, objects: bool = True
     ) -> RunStatus:
-        """Checks the store; returns the last known status with findings on it.
+        """Checks the store; returns the last known status, with findings on the store.
 
         Args:
             within_s: seconds after which no more shards are read.
-            objects: check objects of versions too, not only the newest rounds' shards.
+            objects: whether to check the objects of versions as well as the newest rounds' shards.
         """
         context, observed = self._context, self.observed
         rounds = [*observed.rounds]
@@ -209,14 +216,14 @@ class Watch:
 
 
 def heartbeat(message: Message) -> wire.Heartbeat | None:
-    """Returns the heartbeat in a message, if it comes from the learner that its subject names."""
+    """Returns the heartbeat in a message; None if it is invalid or its subject names another."""
     with contextlib.suppress(WireError):
         return decode_as(wire.Heartbeat, message.subject, message.payload)
     return None
 
 
 async def read_heartbeats(context: RunContext, learners: Iterable[str]) -> dict[str, LastHeartbeat]:
-    """Returns the newest stored heartbeat of each of these learners."""
+    """Returns the newest stored heartbeat of each of these learners that has one."""
     found: dict[str, LastHeartbeat] = {}
     for learner in learners:
         subject = names.heartbeat(context.run, learner)
@@ -227,7 +234,7 @@ async def read_heartbeats(context: RunContext, learners: Iterable[str]) -> dict[
 
 
 async def read_leases(context: RunContext) -> tuple[dict[int, wire.Lease], list[wire.Lease]]:
-    """Reads the leases: each fragment's owner's, and each live aggregator's."""
+    """Returns each fragment's lease, by fragment, and the lease of each live aggregator itself."""
     owners: dict[int, wire.Lease] = {}
     aggregators: list[wire.Lease] = []
     with contextlib.suppress(StreamMissingError):
@@ -243,7 +250,7 @@ async def read_leases(context: RunContext) -> tuple[dict[int, wire.Lease], list[
 
 
 async def _standing(bus: Bus, run: str) -> AsyncIterator[Message]:
-    """Yields the newest message of each key of a bucket of leases, unless it expires meanwhile."""
+    """Yields the newest message of each subject of a run's leases that has not expired."""
     stream, subjects = names.leases_stream(run), names.leases_subjects(run)
     # Not the stream's last sequence: that key may have expired, and the wait for it would not end.
     last = await bus.last(stream, subjects[0])
@@ -259,22 +266,24 @@ async def _standing(bus: Bus, run: str) -> AsyncIterator[Message]:
 
 
 def is_bus(target: str) -> bool:
-    """True if `target` is the URL of a bus, not a run."""
+    """Returns whether `target` is the URL of a bus, not a run's name or file."""
     return "://" in target and not Path(target).exists()
 
 
 def bus_section(target: str | None) -> BusSection:
-    """Returns the bus section for a URL, for a run's file, or the default."""
+    """Returns how to reach a bus: by its URL, by a run's file, or (None) by the defaults."""
     if target is None:
         return BusSection()
     return BusSection(url=target) if is_bus(target) else load_config(find_config(target)).bus
 
 
 async def read_runs(section: BusSection) -> list[RunStatus]:
-    """Returns every run of a bus, the one with the newest record first; only merged learners.
+    """Returns the status of every run of a bus, the one with the newest message first.
+
+    Only the last record of each fragment is read, so learners are those that the records name.
 
     Raises:
-        BusUnavailableError: it is unreachable.
+        BusUnavailableError: the bus is unreachable.
         BusError: the bus does not permit this.
     """
     bus = await jetstream.connect(
@@ -298,7 +307,7 @@ async def read_runs(section: BusSection) -> list[RunStatus]:
 
 
 async def _read(bus: Bus, run: str) -> RunStatus:
-    """Returns the status of a run from the last messages of its subjects."""
+    """Returns a run's status from its fragments' last records, settings, stop and end."""
     specification = await load_specification(bus, run)
     settings, stream = parse_settings(specification.settings), names.tape_stream(run)
     records = [names.record(run, index) for index in range(settings.sync.fragments)]
