@@ -1,4 +1,4 @@
-"""`diloco check`: finds the kind of a file, and checks that a run could use it."""
+"""`diloco check`: finds out the kind of a file, and checks that a run could use the file."""
 
 import tomllib
 from pathlib import Path
@@ -65,10 +65,12 @@ def check(
 
 
 def _check_file(path: Path) -> None:
-    """Refuse devices and pipes, which have no end, and files too large for memory.
+    """Refuses devices and pipes, which have no end, and files too large for memory.
+
+    A path at which there is nothing passes.
 
     Raises:
-        ConfigError: it is not a regular file, or larger than `MOST_BYTES`.
+        ConfigError: the file is not a regular file, or is larger than `MOST_BYTES`.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"{str(path)!r} is not a regular file", hint="name a file")
@@ -114,7 +116,14 @@ def _check_run(path: Path, learner: str, steps: int) -> int:
 
 
 def _config_of_task(name: str) -> "Config":
-    """Return the configuration of a run of this task; a file's function is `build`."""
+    """Returns a configuration of a run with this task, for a trial.
+
+    Args:
+        name: "module:function", or a file below the current folder, whose function is `build`.
+
+    Raises:
+        ConfigError: there is no such file, or no run could import it by a module's name.
+    """
     from diloco.common.process.config import make_config
 
     path = Path(name)
@@ -138,7 +147,14 @@ def _config_of_task(name: str) -> "Config":
 
 
 def _try_task(config: "Config", learner: str, steps: int) -> int:
-    """Take some steps of the task, the first to compile it, and print the outcome."""
+    """Takes some steps of the task, prints the outcome, and returns the exit status.
+
+    Args:
+        config: the run's configuration.
+        learner: name of the learner whose options the task gets.
+        steps: the number of steps, of which the first compiles; 1 counts as 2, with 0 nothing is
+            tried.
+    """
     if not steps:
         return 0
     from diloco.learner.try_task import tried

@@ -1,7 +1,8 @@
 """The `diloco` command; `diloco --help` lists its subcommands.
 
-Each room declares its commands in `command.py` and loads what they need when they run, so that
-`--help` and wrong options are answered at once, and only what computes loads JAX.
+Each package declares its commands in `command.py`, and imports what a command needs when the
+command runs. So `--help` and wrong options are answered at once, and only commands that compute
+load JAX.
 """
 
 import os
@@ -31,7 +32,7 @@ from diloco.show.trackers.command import app as trackers
 
 
 class Program(Parted):
-    """The program's commands, in the order of the help."""
+    """The group of all commands, with the titles and the order of `diloco --help`."""
 
     parts = {  # noqa: RUF012 - declared there
         "A day": (
@@ -103,7 +104,10 @@ def options(
 
 
 def main() -> None:
-    """Run the command; print our own errors as sentences, and bugs with their traceback."""
+    """Runs the command; prints a `DilocoError` as a sentence, other exceptions with traceback.
+
+    Exits with the command's status, or with that of the error.
+    """
     try:
         app()
     except DilocoError as error:
@@ -130,5 +134,5 @@ def _fail(error: DilocoError) -> NoReturn:
 
 
 def _silence() -> None:
-    """Discard further writes to standard output, which is closed or full."""
+    """Discards further writes to standard output, which is closed or on a full disk."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

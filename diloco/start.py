@@ -1,4 +1,4 @@
-"""Entry point of the `diloco` command: handles Ctrl-C also while the other modules load."""
+"""Entry point of the `diloco` command: handles Ctrl-C also while the other modules are imported."""
 
 import contextlib
 import sys
@@ -10,7 +10,10 @@ INTERRUPTED = 130
 
 
 def main() -> None:
-    """Load the command and run it; print the version without loading anything."""
+    """Imports the program and runs it; for `--version` alone, prints that without the imports.
+
+    Ctrl-C ends the process with status `INTERRUPTED`.
+    """
     if sys.argv[1:] == ["--version"]:
         # If standard output fails, the program below reports it.
         with contextlib.suppress(OSError):

@@ -204,10 +204,9 @@ class TimeSeries:
         return found
 
     def tokens_merged(self) -> float:
-        """Returns the tokens credited to the model: the mean over fragments.
+        """Returns the tokens credited to the model.
 
-        Each fragment counts every token, since each update of any fragment covers all parameters'
-        training.
+        It is the mean over fragments, since each trained token is credited once in every fragment.
         """
         return sum(t.tokens_credited for t in self.totals.values()) / max(self.fragments, 1)
 

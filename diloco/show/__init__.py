@@ -1,1 +1,1 @@
-"""A run shown to people: status, page, trackers, alerts."""
+"""Shows a run to people: on a terminal, on a web page, in trackers, and by alerts."""

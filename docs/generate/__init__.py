@@ -1,8 +1,8 @@
 """Fills the generated blocks of the pages from the code; `make reference` runs it.
 
-A block stands between `<!-- generated: NAME -->` and `<!-- end -->`. What is around it is
-written by hand, what is in it comes from the code: a description is written once, beside what it
-describes.
+A block is the text between `<!-- generated: NAME -->` and `<!-- end -->`; the rest of a page is
+written by hand. So each description is written once, in the code that it describes. Each module of
+this package has a function `blocks`, which returns the text of some blocks by name.
 """
 
 import re
@@ -32,7 +32,7 @@ BLOCK = re.compile(
 
 
 def blocks() -> dict[str, str]:
-    """Every block by its name, without the markers."""
+    """Returns the text of every block by its name, without the markers."""
     return {
         **advice.blocks(),
         **configuration.blocks(),
@@ -51,12 +51,17 @@ def blocks() -> dict[str, str]:
 
 
 def pages() -> Iterator[Path]:
-    """The pages that have blocks."""
+    """Yields the paths of the pages that have blocks."""
     for path in sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "runbooks").glob("*.md")]):
         if BLOCK.search(path.read_text()):
             yield path
 
 
 def filled(page: str, made: dict[str, str]) -> str:
-    """A page with its blocks as they are now."""
+    """Returns the text of a page with its blocks replaced.
+
+    Args:
+        page: the text of the page.
+        made: the new text of each block, by name.
+    """
     return BLOCK.sub(lambda found: f"{found[1]}\n{made[found['name']].strip()}\n\n{found[4]}", page)

@@ -1,4 +1,4 @@
-"""Writes every page that has generated blocks anew."""
+"""Rewrites the generated blocks of every page."""
 
 from docs.generate import blocks, filled, pages
 

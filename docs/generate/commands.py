@@ -14,7 +14,7 @@ Command = TyperCommand | TyperGroup
 
 
 def walk(name: str, command: Command) -> Iterator[tuple[str, Command]]:
-    """A command and all below it, groups before their commands."""
+    """Yields (full name, command) of a command and all below it, groups before their commands."""
     yield name, command
     if isinstance(command, TyperGroup):
         for below in sorted(command.commands):
@@ -24,7 +24,7 @@ def walk(name: str, command: Command) -> Iterator[tuple[str, Command]]:
 
 
 def usage(name: str, command: Command) -> str:
-    """The line that shows how it is called."""
+    """Returns the line that shows how to call a command, such as `diloco report [OPTIONS] RUN`."""
     arguments = [
         one.metavar or one.name or "" for one in command.params if isinstance(one, TyperArgument)
     ]
@@ -35,7 +35,7 @@ def usage(name: str, command: Command) -> str:
 
 
 def value_of(option: TyperOption) -> str:
-    """The option's name in all its spellings, with the name of its value."""
+    """Returns all spellings of an option, with the name of its value unless it is a flag."""
     names = ", ".join(f"`{spelling}`" for spelling in [*option.opts, *option.secondary_opts])
     if option.is_flag:
         return names
@@ -43,7 +43,7 @@ def value_of(option: TyperOption) -> str:
 
 
 def default_of(option: TyperOption) -> str:
-    """The default, where the help does not say it in words."""
+    """Returns an option's default as Markdown: "required", or "-" if the help must say it."""
     if option.required:
         return "required"
     value = option.default
@@ -53,7 +53,7 @@ def default_of(option: TyperOption) -> str:
 
 
 def described(name: str, command: Command) -> str:
-    """The section of one command."""
+    """Returns the section on a command: heading, help, usage, and tables of its parameters."""
     depth = "#" * min(4, 1 + len(name.split()))
     text = re.sub(r"\f.*", "", inspect.cleandoc(command.help or ""), flags=re.DOTALL)
     parts = [f"{depth} {name}", text.strip(), fence("text", usage(name, command))]
@@ -69,7 +69,7 @@ def described(name: str, command: Command) -> str:
 
 
 def blocks() -> dict[str, str]:
-    """All commands."""
+    """Returns the block "commands": the sections of all commands."""
     command = get_command(app)
     assert isinstance(command, Command)
     return {"commands": "\n\n".join(described(*found) for found in walk("diloco", command))}

@@ -44,7 +44,7 @@ EXAMPLES: Mapping[str, Mapping[str, object]] = {
 
 
 def sections() -> dict[str, type[Section]]:
-    """Every section of the file, in its order."""
+    """Returns the class of each section of a run's file by name, in the file's order."""
     found: dict[str, type[Section]] = {}
     for name, field in Config.model_fields.items():
         assert isinstance(field.annotation, type)
@@ -53,7 +53,7 @@ def sections() -> dict[str, type[Section]]:
 
 
 def type_of(annotation: object) -> str:
-    """A key's type in words."""
+    """Returns the type of a key in words, with its bounds."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         inner, *details = arguments
@@ -78,19 +78,19 @@ def type_of(annotation: object) -> str:
 
 
 def toml(value: object) -> str:
-    """A default as it would stand in the file."""
+    """Returns a value as it is written in a run's file; "none" for None."""
     if isinstance(value, MeshSection):
         value = ",".join(f"{axis}={size}" for axis, size in value.model_dump().items())
     return "none" if value is None else json.dumps(value)
 
 
 def default_of(field: FieldInfo) -> str:
-    """A key's default, or that it has none."""
+    """Returns a key's default as Markdown, or "required"."""
     return "required" if field.default is PydanticUndefined else f"`{toml(field.default)}`"
 
 
 def keys(section: type[Section]) -> str:
-    """The table of a section's keys."""
+    """Returns the table of a section's keys: type, default and meaning."""
     hints = typing.get_type_hints(section, include_extras=True)
     rows = [
         (f"`{name}`", type_of(hints[name]), default_of(field), field.description or "")
@@ -100,7 +100,7 @@ def keys(section: type[Section]) -> str:
 
 
 def complete() -> str:
-    """A file with every key at its default; keys that have none are examples."""
+    """Returns a run's file with every key at its default, or at an example if it has none."""
     document: dict[str, dict[str, object]] = {}
     for name, section in sections().items():
         values: dict[str, object] = {
@@ -118,7 +118,7 @@ def complete() -> str:
 
 
 def changeable() -> str:
-    """The keys that `diloco run set` changes."""
+    """Returns the list of the keys that `diloco run set` can change."""
     named = [
         f"`{section}.{key}`"
         for section, keys in CHANGEABLE.items()
@@ -128,7 +128,7 @@ def changeable() -> str:
 
 
 def blocks() -> dict[str, str]:
-    """The blocks of docs/configuration.md."""
+    """Returns the blocks of docs/configuration.md: tables of keys, and a complete file."""
     tables = {
         f"config {name}": f"{(section.__doc__ or '').partition(chr(10))[0]}\n\n{keys(section)}"
         for name, section in sections().items()

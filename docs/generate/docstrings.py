@@ -1,4 +1,7 @@
-"""Tables of what users set in Python: the fields of a task, the options of tasks and of data."""
+"""Tables of what users set in Python: the fields of a task, the options of tasks and of data.
+
+The descriptions are those of the docstrings' sections `Args` or `Attributes`.
+"""
 
 import inspect
 import json
@@ -17,7 +20,7 @@ GIVEN = {"steps", "seed"}
 
 
 def _described(of: Callable[..., object]) -> dict[str, str]:
-    """The description of each argument or attribute, by its name, from the docstring."""
+    """Returns the description of each argument or attribute by its name, from the docstring."""
     text = inspect.cleandoc(of.__doc__ or "")
     section = re.search(r"^(?:Args|Attributes):\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
     assert section is not None, f"{of} describes no arguments"
@@ -28,7 +31,7 @@ def _described(of: Callable[..., object]) -> dict[str, str]:
 
 
 def _default(value: object) -> str:
-    """A default, but for None as TOML writes it; empty if there is none, or a function."""
+    """Returns a default as TOML writes it, or `None`; "" if there is none or it is a function."""
     if value is inspect.Parameter.empty or callable(value):
         return ""
     return "`None`" if value is None else f"`{json.dumps(value)}`"
@@ -44,7 +47,7 @@ def _rows(of: Callable[..., object], without: set[str]) -> list[tuple[str, str, 
 
 
 def blocks() -> dict[str, str]:
-    """A table for each, and one of the families of decoders."""
+    """Returns the blocks: a table for each class or function, and one of decoders' families."""
     tables: dict[str, tuple[Callable[..., object], set[str]]] = {
         "fields of a task": (Task, set()),
         "options of bytes": (bytes_lm.build, GIVEN),

@@ -1,4 +1,4 @@
-"""docs/errors.md: every error and every exit status, from `errors` and `exits` of `common`."""
+"""docs/errors.md: every error and every exit status, from `diloco.common.protocol.errors`."""
 
 from diloco.common.protocol import errors
 from diloco.common.protocol.errors import Exit
@@ -6,7 +6,7 @@ from docs.generate.markdown import table
 
 
 def classes() -> list[type[errors.DilocoError]]:
-    """Every error that is raised on purpose, its base before it."""
+    """Returns the classes of the project's errors, each after its base class."""
     return [
         value
         for value in vars(errors).values()
@@ -15,14 +15,14 @@ def classes() -> list[type[errors.DilocoError]]:
 
 
 def retried(error: type[errors.DilocoError]) -> str:
-    """Whether daemons try again."""
+    """Returns for how long daemons retry after an error: "no", "for ever", or the seconds."""
     if not error.retry:
         return "no"
     return "for ever" if error.patience_s is None else f"for {error.patience_s:g} s"
 
 
 def blocks() -> dict[str, str]:
-    """The tables of errors and of exit statuses."""
+    """Returns the blocks "errors" and "exit statuses": a table each."""
     rows = [
         (
             f"`{error.__name__}`",
@@ -40,7 +40,7 @@ def blocks() -> dict[str, str]:
 
 
 def statuses() -> list[tuple[str, ...]]:
-    """A row for each status."""
+    """Returns a row for each exit status: number, name, meaning, whether systemd restarts."""
     return [
         (
             str(int(one)),

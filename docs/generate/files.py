@@ -1,4 +1,4 @@
-"""Pages made of other files: the list of decisions, the examples."""
+"""Blocks made of other files: the list of decisions, and the examples."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ LANGUAGES = {".py": "python", ".sh": "sh"}
 
 
 def blocks() -> dict[str, str]:
-    """A line for each decision; the example."""
+    """Returns the block "decisions", a line for each, and a block with the code of each example."""
     pages = sorted(
         path for path in (ROOT / "docs" / "adr").glob("*.md") if path.name != "README.md"
     )
@@ -33,7 +33,7 @@ def blocks() -> dict[str, str]:
 
 
 def _decision(path: Path) -> str:
-    """A decision's title, and the number of the one that replaced it."""
+    """Returns a decision's line: its title, and which decision replaced it, if one did."""
     title, _, rest = path.read_text().partition("\n")
     line = f"- [{title.removeprefix('# ')}]({path.name})"
     by = re.match(r"\s*Superseded by (\[.*?\]\(.*?\))", rest)

@@ -153,7 +153,7 @@ MEANINGS = {
 
 
 class Event(NamedTuple):
-    """One way in which an action is logged."""
+    """A way in which an action is logged: by a call of a logger, at a level, with these fields."""
 
     action: str
     level: str
@@ -161,13 +161,13 @@ class Event(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key of its meaning: action and field where there is one, else the action."""
+        """The key in `MEANINGS`: action and a field if there is such a key, else the action."""
         named = (f"{self.action} {field}" for field in self.fields)
         return next((key for key in named if key in MEANINGS), self.action)
 
 
 def logged() -> Iterator[Event]:
-    """Every call of a method named like a level on something called a logger."""
+    """Yields the events of the code: calls of a method of `LEVELS` on a name ending in "logger"."""
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             file = path.relative_to(ROOT).as_posix()
@@ -193,13 +193,13 @@ def _events_of(call: ast.Call, level: str, file: str) -> Iterator[Event]:
 
 
 def events() -> list[Event]:
-    """Every event once, by action; the order of its fields is that of its first call."""
+    """Returns every event once, sorted by action; its fields are in the order of its first call."""
     found = {(one.action, one.level, frozenset(one.fields)): one for one in reversed([*logged()])}
     return sorted(found.values())
 
 
 def blocks() -> dict[str, str]:
-    """The table of events."""
+    """Returns the block "events": the table of all events."""
     rows = [
         (
             f"`{one.action}`",

@@ -1,10 +1,10 @@
-"""Markdown from values."""
+"""Writes values as Markdown."""
 
 from collections.abc import Iterable, Sequence
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; a bar within a cell is escaped."""
+    """Returns a Markdown table; a vertical bar within a cell of a row is escaped."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines
@@ -12,5 +12,5 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def fence(language: str, text: str) -> str:
-    """A block of code."""
+    """Returns a Markdown block of code in a language such as "python"."""
     return f"```{language}\n{text.rstrip()}\n```"

@@ -1,4 +1,4 @@
-"""docs/protocol.md: each message, from the classes of `diloco.common.protocol.wire`; the codecs."""
+"""docs/protocol.md: each message, from the classes of `diloco.common.protocol.wire`; codecs."""
 
 import inspect
 import typing
@@ -27,7 +27,7 @@ WORDS: list[tuple[object, str]] = [
 
 
 def kind_of(annotation: object) -> str:
-    """A field's type in words."""
+    """Returns the type of a message's field in words."""
     for known, word in WORDS:
         if annotation == known:
             return word
@@ -48,7 +48,7 @@ def kind_of(annotation: object) -> str:
 
 
 def messages() -> list[type[wire.NestedRecord]]:
-    """Every message and every record within one."""
+    """Returns the classes of all messages, and of the records nested in messages."""
     found = [
         value
         for value in vars(wire).values()
@@ -58,7 +58,7 @@ def messages() -> list[type[wire.NestedRecord]]:
 
 
 def section(message: type[wire.NestedRecord]) -> str:
-    """A message's heading, purpose and fields."""
+    """Returns the section on a message: heading, docstring, and table of fields."""
     kind = f", kind `{message.kind}`" if issubclass(message, wire.Body) else ""
     hints = typing.get_type_hints(message, include_extras=True)
     rows = [
@@ -70,7 +70,7 @@ def section(message: type[wire.NestedRecord]) -> str:
 
 
 def codecs() -> str:
-    """The table of codecs."""
+    """Returns the table of codecs."""
     rows = [
         (
             *(str(form.number), f"`{codec}`", form.codes),
@@ -82,6 +82,6 @@ def codecs() -> str:
 
 
 def blocks() -> dict[str, str]:
-    """A block for each message, and one for the codecs."""
+    """Returns a block for each message, and the block "codecs"."""
     made = {f"message {message.__name__}": section(message) for message in messages()}
     return made | {"codecs": codecs()}

@@ -5,7 +5,7 @@ from docs.generate.markdown import table
 
 
 def listed(catalogue: tuple[metrics.Definition, ...]) -> str:
-    """One table."""
+    """Returns the table of some metrics."""
     rows = [
         (
             f"`{metric.name}`",
@@ -19,7 +19,7 @@ def listed(catalogue: tuple[metrics.Definition, ...]) -> str:
 
 
 def blocks() -> dict[str, str]:
-    """A table for every daemon, one for learners, one for aggregators."""
+    """Returns the tables of the metrics of all daemons, learners, aggregators and followers."""
     return {
         "metrics daemon": listed(metrics.DAEMON),
         "metrics learner": listed(metrics.LEARNER),

@@ -1,4 +1,4 @@
-"""docs/protocol.md: why a message is no update, or an update is rejected."""
+"""docs/protocol.md: the reasons why a message is no update, or an update is rejected."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ TITLES: dict[Stage, str] = {
 
 
 def row(reason: Reason, stage: Stage) -> tuple[str, ...]:
-    """One reason, as it is at one stage."""
+    """Returns the row of a reason at a stage: name, meaning, whether an offence, runbook."""
     text = re.sub(r"\b[a-z]+\.[a-z_]+\b", lambda key: f"`{key[0]}`", reason.text)
     offence = "yes" if reason.offence and stage != "no update" else ""
     runbook = Path(reason.runbook)
@@ -22,11 +22,11 @@ def row(reason: Reason, stage: Stage) -> tuple[str, ...]:
 
 
 def listed(stage: Stage) -> str:
-    """The reasons of one stage."""
+    """Returns the title and the table of the reasons at one stage of the checks."""
     rows = [row(reason, stage) for reason in Reason if stage in reason.stages]
     return f"{TITLES[stage]}\n\n{table(['reason', 'meaning', 'offence', 'runbook'], rows)}"
 
 
 def blocks() -> dict[str, str]:
-    """All reasons, by stage."""
+    """Returns the block "reasons": the tables of all stages."""
     return {"reasons": "\n\n".join(listed(stage) for stage in TITLES)}

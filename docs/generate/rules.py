@@ -1,8 +1,8 @@
-"""runbooks/broken-invariant.md: the rules that the oracle holds a tape to."""
+"""runbooks/broken-invariant.md: the rules by which the oracle checks a tape."""
 
 from diloco.judge.oracle import RULES
 
 
 def blocks() -> dict[str, str]:
-    """Each rule with its sentence."""
+    """Returns the block "rules": a line for each rule, with its name and its sentence."""
     return {"rules": "\n".join(f"- `{rule}`: {sentence}" for rule, sentence in RULES.items())}

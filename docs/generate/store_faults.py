@@ -1,4 +1,4 @@
-"""docs/reliability.md: what the store `gs://` makes of each instruction to fail."""
+"""docs/reliability.md: how the store `gs://` handles each fault that a test server injects."""
 
 import importlib
 import sys
@@ -12,7 +12,7 @@ testbench: Any = importlib.import_module("testbench")
 
 
 def blocks() -> dict[str, str]:
-    """The table, and what its words mean."""
+    """Returns the block "store faults": a table of faults by operation, and one of its words."""
     rows = [
         [
             f"`{name}`",

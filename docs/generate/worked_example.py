@@ -1,4 +1,4 @@
-"""docs/protocol.md: one update on its way, byte for byte, made by the code of both sides."""
+"""docs/protocol.md: one update from learner to version, byte for byte, made by the code of both."""
 
 import json
 
@@ -34,7 +34,12 @@ UPDATE = (np.arange(32, dtype=np.float32) - 16) / 8
 
 
 def manifest_of(packed: bytes, base_digest: str) -> wire.Manifest:
-    """The announcement of the one shard."""
+    """Returns the manifest of the example's update, which has one shard.
+
+    Args:
+        packed: the bytes of the shard.
+        base_digest: digest of the view that the update is anchored on.
+    """
     shard = wire.Shard(
         name=names.shard(RUN, LEARNER, 0, 0, INCARNATION, 1, 0),
         size_bytes=len(packed),
@@ -52,7 +57,7 @@ def manifest_of(packed: bytes, base_digest: str) -> wire.Manifest:
 
 
 def sent(packed: bytes, manifest: wire.Manifest) -> dict[str, str]:
-    """The messages and objects of the learner."""
+    """Returns the learner's messages, objects and values as text, by name of their block."""
     join = wire.Join(run=RUN, learner=LEARNER, layout=LAYOUT.digest, host="island-a")
     decoded = decode_numpy(CODEC, shards.unpack(packed, codec=CODEC, count=32, block=BLOCK), BLOCK)
     return {
@@ -67,7 +72,13 @@ def sent(packed: bytes, manifest: wire.Manifest) -> dict[str, str]:
 
 
 def merged(packed: bytes, manifest: wire.Manifest, arrays: FragmentArrays) -> dict[str, str]:
-    """The aggregator's part: its question, the merge, the delta and the view."""
+    """Returns the round's message, the merge, the delta and the view as text, by name of block.
+
+    Args:
+        packed: the bytes of the update's shard.
+        manifest: the update's manifest.
+        arrays: the fragment at version 0; the function merges the update into it.
+    """
     store = MemoryStore()
     store.put(manifest.shards[0].name, packed)
     payload = read_payload(store, manifest, arrays.grid)
@@ -95,7 +106,7 @@ def merged(packed: bytes, manifest: wire.Manifest, arrays: FragmentArrays) -> di
 
 
 def example() -> dict[str, str]:
-    """Each block of the page's example, by name."""
+    """Returns the text of each block of the page's example, by name without "example "."""
     view = np.zeros(LAYOUT.fragments[0].size, np.float32)
     arrays = FragmentArrays.from_view(SETTINGS, LAYOUT, 0, view)
     packed = shards.pack(CODEC, encode(CODEC, UPDATE, BLOCK), BLOCK)
@@ -104,7 +115,7 @@ def example() -> dict[str, str]:
 
 
 def hexdump(data: bytes) -> str:
-    """Offsets and bytes, 16 a line, in groups of four."""
+    """Returns bytes as hexadecimal text: 16 a line in groups of four, after the line's offset."""
     lines = []
     for start in range(0, len(data), 16):
         groups = [data[i : i + 4].hex() for i in range(start, min(start + 16, len(data)), 4)]
@@ -113,11 +124,11 @@ def hexdump(data: bytes) -> str:
 
 
 def numbers(values: np.ndarray) -> str:
-    """Values in full, eight a line."""
+    """Returns values as text, eight a line; their number is a multiple of eight."""
     rows = values.reshape(-1, 8).tolist()
     return "\n".join(" ".join(f"{value:g}" for value in row) for row in rows)
 
 
 def blocks() -> dict[str, str]:
-    """Each block of the example."""
+    """Returns the blocks of the example."""
     return {f"example {name}": fence("text", text) for name, text in example().items()}

@@ -1,1 +1,1 @@
-"""The code that all commands share: naming a run, settings on the command line."""
+"""The code that all commands share: opening a run, options, settings, output, failures."""

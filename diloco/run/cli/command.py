@@ -1,7 +1,7 @@
-"""Turns functions and records of options into commands.
+"""Turns functions, and dataclasses of options, into commands of Typer.
 
-A record of options is a frozen dataclass whose fields are annotated as Typer requires: each option
-is declared once, and travels as one value from the command line to the code that uses it.
+A dataclass of options is frozen, and its fields are annotated as Typer requires. So each option is
+declared once, and all are passed as one value from the command line to the code that uses them.
 """
 
 import dataclasses
@@ -19,18 +19,29 @@ F = TypeVar("F", bound=Callable[..., int | None])
 
 
 def group(summary: str | None = None) -> typer.Typer:
-    """Returns a group of commands; one without a summary merges into the group it is added to."""
+    """Returns a group of commands.
+
+    Args:
+        summary: the group's help; None: the commands become commands of the group that this one is
+            added to.
+    """
     return typer.Typer(help=summary, no_args_is_help=True)
 
 
 def command(
     app: typer.Typer, name: str | None = None, *, daemon: bool = False, logs: str = "error"
 ) -> Callable[[F], F]:
-    """Makes a function a command of `app`; its docstring is the command's help.
+    """Returns a decorator that makes a function a command; its docstring is the command's help.
 
-    Parameters are options, and so are the fields of a parameter that is a record of options. The
-    function returns the exit status; None is 0. Log entries of level `logs` and above are shown. A
-    daemon sets its own level, and keeps the trace of an error on files.
+    The function's parameters become options, and so do the fields of a parameter that is a
+    dataclass of options. The function returns the exit status; None is 0.
+
+    Args:
+        app: the group that gets the command.
+        name: the command's name; None: the function's.
+        daemon: whether the function sets its log level itself, and whether errors on files keep
+            their traceback instead of becoming a sentence.
+        logs: the least level of log entries that are shown, except for a daemon.
     """
 
     def add(function: F) -> F:
@@ -78,7 +89,7 @@ def _runner(function: Callable[..., int | None]) -> Callable[..., None]:
 def _flatten(
     function: Callable[..., Any],
 ) -> tuple[list[inspect.Parameter], dict[str, type[Any]]]:
-    """Flattens records among a command's parameters into options; also returns their classes."""
+    """Returns a command's options, and the dataclasses of options, by name of the parameter."""
     hints = typing.get_type_hints(function, include_extras=True)
     parameters: list[inspect.Parameter] = []
     records: dict[str, type[Any]] = {}

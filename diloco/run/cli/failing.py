@@ -14,7 +14,10 @@ from diloco.common.protocol.errors import DilocoError
 
 
 def as_failure(error: OSError) -> DilocoError | None:
-    """Returns the failure to report for a full disk or unusable path; None for a possible bug."""
+    """Returns the failure to report for a full disk or an unusable path.
+
+    None: the error names no path, so that it may be a bug.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" at {error.filename!r}" if error.filename else ""
         return DilocoError(
@@ -30,14 +33,14 @@ def as_failure(error: OSError) -> DilocoError | None:
 
 
 def full_output(error: Exception) -> DilocoError | None:
-    """Returns the failure to report if `error` means that standard output is on a full disk."""
+    """Returns the failure to report if standard output is on a full disk; None: another error."""
     if isinstance(error, OSError) and error.filename is None:
         return as_failure(error)
     return None
 
 
 def tell_failure(error: DilocoError) -> None:
-    """Prints an error of the project and its hint."""
+    """Prints an error and its hint on standard error; reports it to systemd, if that is there."""
     tell_error(service_manager(), error.message, error.hint)
     # Not wrapped: a path must stay in one piece.
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -47,7 +50,7 @@ def tell_failure(error: DilocoError) -> None:
 
 
 def tell_bug(error: Exception) -> None:
-    """Prints an unexpected exception, with its trace."""
+    """Prints an unexpected exception's traceback on standard error; reports it to systemd."""
     tell_error(service_manager(), f"{type(error).__name__}: {error}", "its trace is in the journal")
     text = "".join(traceback.format_exception(error)).rstrip()
     print(log.errors(text), file=sys.stderr, flush=True)  # noqa: T201 - the last words

@@ -1,4 +1,4 @@
-"""`diloco --help` on one screen, in the order of use; and the new names of former commands."""
+"""The text of `diloco --help`, on one screen; and errors that give former commands' new names."""
 
 from typing import Any, ClassVar
 
@@ -39,24 +39,24 @@ host = group("Set up machines: systemd units, a fleet's variables, a guard.")
 
 
 class Parted(TyperGroup):
-    """The program's commands, which its help shows in parts.
+    """A group of commands whose help shows them under several titles.
 
     Attributes:
-        parts: the title of a part, and its commands.
+        parts: the names of the commands under each title, in the order of the help.
     """
 
     parts: ClassVar[dict[str, tuple[str, ...]]]
 
     def __init__(self, **attributes: Any) -> None:
-        """Sorts the commands."""
+        """Sorts the commands in the order of `parts`."""
         super().__init__(**attributes)
         self.commands = {name: self.commands[name] for part in self.parts.values() for name in part}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Finds the command with which the arguments begin.
+        """Returns the command that the first arguments name, as `click.Group.resolve_command`.
 
         Raises:
-            ConfigError: the command has a new name.
+            ConfigError: the command has a new name, which the hint gives.
         """
         for old in (" ".join(args[:2]), args[0]):
             if old in FORMER:
@@ -66,7 +66,7 @@ class Parted(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Writes a line for each command and option."""
+        """Writes the help: a line for each command under its title, then one for each option."""
         formatter.write_usage(ctx.command_path, "[OPTIONS] COMMAND ...")
         formatter.write(f"\n{self.help}\n")
         # Two columns are a margin, and two separate a name from its sentence.

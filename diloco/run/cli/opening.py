@@ -1,12 +1,16 @@
 """Opens a run that an operator names.
 
-RUN is its TOML file; or the folder of a local run; or the run's name on a bus, given by `use_place`
-or the environment (DILOCO_BUS_URL, DILOCO_STORE_URL); or, if a command only reads, a bundle, with
-the run's store if it was made without objects.
+The argument RUN of a command is one of these:
 
-Settings are those of the run's specification; the command judges where the file differs from them.
-A local run that has ended has no nats-server any more: one is started on its folder for as long as
-the command lasts.
+- the run's TOML file;
+- the folder of a local run;
+- the run's name; `use_place` or the environment (DILOCO_BUS_URL, DILOCO_STORE_URL) give its bus and
+  store;
+- a bundle, for commands that only read. For a bundle without objects, the store is that of the run.
+
+The settings in the run's context are those of its specification, not those of the file. A local run
+that has ended has no nats-server any more, so one is started on the run's folder until the command
+ends.
 """
 
 import asyncio
@@ -68,20 +72,23 @@ FOLDERS = ("checkpoint_dir",)
 
 
 class RunLocation(NamedTuple):
-    """The bus and store of runs given by name; None: from the environment, or the defaults."""
+    """Bus and store of runs given by name; None: from the environment, else the default."""
 
     bus_url: str | None = None
     store_url: str | None = None
 
 
 class _Given:
-    """The location that the command line gave."""
+    """Holds the location that the command line gave, for the whole process."""
 
     place = RunLocation()
 
 
 def use_place(place: RunLocation) -> None:
-    """Sets the location of runs given by name, and of stores of bundles without objects."""
+    """Sets, for this process, bus and store of runs given by name.
+
+    The store is also that of bundles without objects.
+    """
     _Given.place = place
 
 
@@ -92,9 +99,14 @@ def place() -> RunLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRun:
-    """A connected run: the file that names it, its specification, and its context.
+    """A connected run.
 
-    `bundle` is the file from which it is read; None for a run on a bus.
+    Attributes:
+        config: the configuration of the run's file; for a run given by name or as a bundle, of its
+            specification, bus and store.
+        specification: the message with which the run was created.
+        context: bus, store, layout and settings of the run.
+        bundle: the bundle that the run is read from; None: it is read from a bus.
     """
 
     config: Config
@@ -104,20 +116,20 @@ class OpenRun:
 
     @property
     def alone(self) -> bool:
-        """Whether the run is read from a file with objects, to which nothing can be added."""
+        """Whether the run is read from a bundle with objects, to which nothing can be added."""
         return self.bundle is not None and self.bundle.has_objects
 
     @property
     def copy(self) -> bool:
-        """Whether its tape is a copy, whose run and store may have advanced since."""
+        """Whether the tape is a bundle without objects, so that run and store may be newer."""
         return self.bundle is not None and not self.bundle.has_objects
 
 
 def find_config(target: str | Path) -> Path:
-    """Returns the configuration file of RUN.
+    """Returns the path of the TOML file of a run, given that file or a local run's folder.
 
     Raises:
-        ConfigError: nothing has that name, or it is a folder without a local run.
+        ConfigError: there is no such file, or the folder is not a local run's.
     """
     path = Path(target)
     if path.is_dir():
@@ -131,12 +143,13 @@ def find_config(target: str | Path) -> Path:
 
 
 def run_config(target: str | Path) -> Config:
-    """Returns the configuration of RUN: its bus, its store, and the rest of its file.
+    """Returns the configuration of RUN, as in its file.
 
-    For a run given by name or as a bundle, only bus and store are known.
+    For a run given by name or as a bundle, only its name, bus and store are known; the other
+    settings have their defaults.
 
     Raises:
-        ConfigError: nothing has that name, or the file is invalid.
+        ConfigError: RUN is none of the kinds that this module lists, or its file is invalid.
     """
     path, place = Path(target), _Given.place
     if is_bundle(path):
@@ -157,7 +170,11 @@ def run_config(target: str | Path) -> Config:
 
 
 def at_home(config: Config, folder: Path) -> Config:
-    """Returns the configuration of a local run whose folder may have been moved or copied."""
+    """Returns a local run's configuration with its paths in `folder`.
+
+    The folder may have been moved or copied since the run was created. The configuration of other
+    runs is returned unchanged.
+    """
     stored = Path(config.store.url)
     home, here = stored.parent, folder.absolute()
     local = (here / "nats").is_dir() and (here / stored.name).is_dir()
@@ -178,7 +195,15 @@ def at_home(config: Config, folder: Path) -> Config:
 
 
 def placed(run: str, *, stored: bool) -> Config:
-    """Returns a configuration with the bus, and if `stored` the store, of the command line."""
+    """Returns a configuration with a run's name, and with bus and store of the command line.
+
+    Args:
+        run: the run's name.
+        stored: whether the command needs the store; if not, the store may be unknown.
+
+    Raises:
+        ConfigError: `stored` is set, and no store is given.
+    """
     place = _Given.place
     if not stored:
         place = place._replace(store_url=place.store_url or store_url() or "none")
@@ -186,7 +211,7 @@ def placed(run: str, *, stored: bool) -> Config:
 
 
 def _placed(run: str, place: RunLocation) -> Config:
-    """Returns a configuration that holds a run's location and name, and nothing else of it."""
+    """Returns a configuration with a run's name, bus and store, and defaults for all else."""
     document: dict[str, dict[str, Any]] = {"run": {"name": run, "steps": 1}}
     if place.bus_url is not None:
         document["bus"] = {"url": place.bus_url}
@@ -214,15 +239,16 @@ async def open_run(
 
     Args:
         target: RUN, as the module defines it.
-        name: the connection's name in the server's monitoring.
-        reads: nothing is written, so that a bundle suffices.
-        salvage: take the intact parts of a damaged file.
-        credentials: a file for NATS, instead of the one that the configuration names.
+        name: the connection's name in the NATS server's monitoring.
+        reads: whether the caller only reads; otherwise a bundle is refused.
+        salvage: whether to use the intact parts of a damaged bundle.
+        credentials: a file of NATS credentials, instead of the one that the configuration names.
 
     Raises:
         ConfigError: no such file or folder, or the file is invalid.
         RunMissingError: the bus has no such run.
-        RunIncompleteError: it is being created.
+        IntegrityError: the bundle is damaged, without `salvage`.
+        RunIncompleteError: the run is being created.
         RunMismatchError: the store has no such run.
         BusUnavailableError, StoreUnavailableError: bus or store are unreachable.
     """
@@ -273,22 +299,22 @@ async def open_run(
 
 
 def operator_context(opened: OpenRun) -> Context:
-    """Returns the context that the aggregator's functions need, in the operator's name."""
+    """Returns the context that functions of the aggregator take, with the operator as its name."""
     parts = {field.name: getattr(opened.context, field.name) for field in fields(RunContext)}
     return Context(**parts, name=who())
 
 
 def who() -> str:
-    """Returns the user who gives a command, as the tape names them."""
+    """Returns the name under which the tape records this user's acts: "operator USER@HOST"."""
     user = pwd.getpwuid(os.geteuid()).pw_name
     return f"operator {user}@{socket.gethostname()}"
 
 
 def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool) -> Bundle:
-    """Opens a bundle for as long as the stack lasts.
+    """Opens a bundle until the stack is closed.
 
     Raises:
-        ConfigError: the command does more than read.
+        ConfigError: `reads` is False.
         IntegrityError: the bundle is damaged.
     """
     if not reads:
@@ -304,7 +330,7 @@ def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool)
 async def _find(
     stack: AsyncExitStack, target: Path, config: Config, name: str
 ) -> tuple[Bus, wire.Specification]:
-    """Connects to the server that has the run; starts one for an ended local run."""
+    """Connects to the NATS server that has the run; starts one for an ended local run."""
     ended = target / "nats"
     if not is_folder_of_server(ended):
         return await _connect(stack, config, config.bus.url, name, CONNECT_S)

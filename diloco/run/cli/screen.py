@@ -31,23 +31,22 @@ Hear = Callable[[int, int], None]
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Shows on standard error, while the block lasts, that work is in progress."""
+    """Shows on standard error that `what` is in progress, until the block ends."""
     with Console(stderr=True).status(f"{what} ..."):
         yield
 
 
 @contextmanager
 def progress(what: str, *, in_bytes: bool = False) -> Iterator[Hear]:
-    """Shows progress on standard error; leaving the block ends the work of a thread that reports.
-
-    Without a terminal, prints a line at intervals.
+    """Shows progress on standard error: as a bar, or without a terminal as a line at intervals.
 
     Args:
-        what: the work.
-        in_bytes: whether it is counted in bytes.
+        what: the work in progress.
+        in_bytes: whether the work is counted in bytes.
 
     Yields:
-        A function that takes the amount done, and the amount in all.
+        A function that takes the amount done, and the amount in all. Called after the block's end,
+        by a thread that still works, it raises KeyboardInterrupt.
     """
     left, console = threading.Event(), Console(stderr=True, soft_wrap=True, highlight=False)
     said_at, count = time.monotonic(), human_bytes if in_bytes else "{:,}".format
@@ -70,22 +69,22 @@ def progress(what: str, *, in_bytes: bool = False) -> Iterator[Hear]:
 
 
 def say(text: str) -> None:
-    """Prints a sentence that may have rich's markup; never wrapped, so that paths stay whole."""
+    """Prints a sentence with rich's markup; it is not wrapped, so that paths stay whole."""
     Console().print(text, soft_wrap=True, highlight=False)
 
 
 def say_plainly(text: str) -> None:
-    """Prints a sentence literally, brackets included."""
+    """Prints a sentence without reading brackets as rich's markup; it is not wrapped."""
     Console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def say_json(document: Any) -> None:
-    """Prints a result for scripts, on a line of its own."""
+    """Prints a result for scripts: JSON on one line."""
     print(json.dumps(document), flush=True)  # noqa: T201 - the result itself
 
 
 def confirm(question: str) -> None:
-    """Asks a question; returns only if the answer is yes.
+    """Asks a question on the terminal; returns only if the answer is yes.
 
     Raises:
         ConfigError: there is no terminal to answer on.

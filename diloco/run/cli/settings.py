@@ -1,4 +1,4 @@
-"""Reads settings on the command line: --set, and lists of fragments."""
+"""Parses options of the command line: settings (`--set`), and lists of fragments."""
 
 import tomllib
 from collections.abc import Mapping
@@ -9,10 +9,14 @@ from diloco.common.protocol.errors import ConfigError
 
 
 def assign(document: dict[str, Any], assignment: str) -> None:
-    """Sets one key by section.key=value; the value is TOML, or else plain text.
+    """Sets one key of a document of settings, which is changed in place.
+
+    Args:
+        document: settings as nested dictionaries.
+        assignment: section.key=value; a value that is not TOML is taken as a string.
 
     Raises:
-        ConfigError: the text is not an assignment.
+        ConfigError: `assignment` has another form, or its section is a value.
     """
     key, equals, text = assignment.partition("=")
     path = key.strip().split(".")
@@ -37,7 +41,7 @@ def assign(document: dict[str, Any], assignment: str) -> None:
 
 
 def parse_assigned(document: Mapping[str, object]) -> RunSettings:
-    """Parses the settings of a run after assignments.
+    """Parses a document of a run's settings that `assign` has changed.
 
     Raises:
         ConfigError: no setting of that name, or no such value.
@@ -52,7 +56,7 @@ def parse_assigned(document: Mapping[str, object]) -> RunSettings:
 
 
 def parse_fragments(text: str) -> frozenset[int]:
-    """Parses a list of fragments such as 0-11 or 0,3,5-7.
+    """Returns the fragments in a list such as 0-11 or 0,3,5-7.
 
     Raises:
         ConfigError: the text is not such a list.

@@ -1,8 +1,8 @@
 """Runs functions and objects of a user's task in another process.
 
-A task loads JAX and more, some 170 MiB, and its first evaluation takes another 50. A command such
-as the doctor needs the task briefly, and itself reads a tape of any length. The end of the other
-process frees the task's memory.
+A task loads JAX and other packages, some 170 MiB, and its first evaluation takes 50 MiB more. A
+command such as the doctor needs the task briefly, and then memory for a tape of any length; the end
+of the other process frees the task's memory.
 """
 
 import contextlib
@@ -27,10 +27,12 @@ _SPAWN: Final = get_context("spawn")
 
 
 def call_isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls a function of a user's task, in another process unless JAX is loaded here already.
+    """Calls a function of a user's task in another process; in this one if JAX is loaded already.
+
+    Function, arguments and result must be picklable. An exception of the function is raised here.
 
     Raises:
-        TaskError: the process ended without an answer, as by a library that aborts.
+        TaskError: the process ended without a result, as when a library aborts.
     """
     if "jax" in sys.modules:
         return function(*args, **kwargs)
@@ -40,7 +42,13 @@ def call_isolated(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 def call_isolated_heard(
     hear: Hear, function: Callable[Concatenate[Hear, P], T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Works as `call_isolated`, for a function that reports its progress to its first argument."""
+    """Calls a function as `call_isolated` does, and passes on its progress.
+
+    Args:
+        hear: called here with each (amount done, amount in all) that the function reports.
+        function: takes, before `args`, a function to which it reports its progress.
+        args: further arguments of the function, as `kwargs`.
+    """
     if "jax" in sys.modules:
         return function(hear, *args, **kwargs)
     return _in_process(hear, function, args, kwargs)
@@ -61,7 +69,7 @@ def _in_process(
 
 
 def _started(work: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
-    """Starts a process that calls `work`; returns it with our end of the pipe."""
+    """Starts a process that calls `work(pipe, *args)`; returns it, and this end of the pipe."""
     ours, theirs = _SPAWN.Pipe()
     process = _SPAWN.Process(target=work, args=(theirs, *args))
     # Ctrl-C is for this process: the other inherits the blocked signal, and ends with this one.
@@ -77,10 +85,14 @@ def _started(work: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connec
 
 
 def _heard(pipe: Connection, hear: Hear | None = None) -> Any:
-    """Waits for the other process's answer.
+    """Waits for the other process's result, and returns it; raises the exception it sent instead.
+
+    Args:
+        pipe: this end of the pipe.
+        hear: called with each report of progress.
 
     Raises:
-        TaskError: it ended without one.
+        TaskError: the process ended without a result.
     """
     try:
         while isinstance(word := pipe.recv(), tuple):
@@ -104,13 +116,13 @@ def _answer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Sends progress as tuples, and at last [result, error], from the other process."""
+    """Calls a function in the other process; sends its progress as tuples, then [result, error]."""
     first = [lambda done, total: pipe.send((done, total))] if heard else []
     pipe.send(_result(function, *first, *args, **kwargs))
 
 
 def _result(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Calls a function; returns [its result, None], or [None, the error]."""
+    """Calls a function; returns [its result, None], or [None, its exception]."""
     try:
         return [function(*args, **kwargs), None]
     except Exception as error:  # noqa: BLE001 - raised where it is waited for
@@ -118,10 +130,10 @@ def _result(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any
 
 
 class Isolated:
-    """An object of a user's task, made at once in another process; in this one if JAX is loaded.
+    """An object of a user's task that lives in another process; in this one if JAX is loaded.
 
     Args:
-        kind: its class, as "module:name": loaded where it is made.
+        kind: the object's class, as "module:name"; it is imported where the object is made.
         args: arguments of the class.
     """
 
@@ -134,10 +146,16 @@ class Isolated:
             self._process, self._pipe = _started(_serve, kind, args)
 
     def call(self, method: str, *args: Any, within_s: float | None = None) -> Any:
-        """Calls a method of the object; blocks. `within_s` does not limit a call in this process.
+        """Calls a method of the object, and returns its result; blocks.
+
+        Args:
+            method: the method's name.
+            args: the method's arguments.
+            within_s: seconds after which the other process is killed; None: no limit. A call in
+                this process has no limit.
 
         Raises:
-            TaskError: the process ended, or did not answer in time and was ended.
+            TaskError: the process ended, or did not answer in time and was killed.
         """
         with self._lock:
             if self._process is None:
@@ -151,7 +169,7 @@ class Isolated:
             return _heard(self._pipe)
 
     def close(self) -> None:
-        """Ends the process, if there is one; a caller that waits for an answer gets an error."""
+        """Kills the other process, if there is one; a `call` that waits raises `TaskError`."""
         if self._process is not None:
             self._process.kill()
             self._process.join()

@@ -15,7 +15,13 @@ UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 async def find_targets(
     context: RunContext, to: str, *, option: str = "--to"
 ) -> dict[int, Recorded]:
-    """Returns each fragment's record for versions, a checkpoint's name, a time or an age.
+    """Returns the record of each fragment that an operator names.
+
+    Args:
+        context: the run's context.
+        to: a version; one version a fragment, joined by commas; a checkpoint's name; a time in ISO
+            8601 (UTC without a zone); or an age such as 2h.
+        option: the option's name, for messages.
 
     Raises:
         ConfigError: `to` is invalid, or earlier than the tape.
@@ -47,10 +53,15 @@ async def find_targets(
 
 
 def parse_time(text: str, now_s: float, option: str) -> float:
-    """Parses a time or an age; returns seconds since the epoch.
+    """Returns the seconds since the epoch of a time in ISO 8601, or of an age such as 2h.
+
+    Args:
+        text: the time, in UTC if it has no zone; or the age: a number and s, m, h or d.
+        now_s: the time from which an age counts, in seconds since the epoch.
+        option: the option's name, for messages.
 
     Raises:
-        ConfigError: the text is neither of them.
+        ConfigError: the text is neither a time nor an age.
     """
     if ago := AGO.fullmatch(text):
         return now_s - float(ago[1]) * UNITS_S[ago[2]]

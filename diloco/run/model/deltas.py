@@ -32,7 +32,10 @@ _FORM = {"delta_encoding": "xor", "compression_format": "zstd", "checksum_format
 
 
 class DeltaFolder(ServedFolder):
-    """Writes each version as its difference from the one before, and some versions whole."""
+    """A `ServedFolder` that writes most versions as their differences from the version before.
+
+    The first version, and then every `WHOLE_EVERY`th, is written whole.
+    """
 
     async def _write(self, change: ModelChange) -> Path:  # noqa: ARG002 - has numbers of its own
         home, compress = self._rules.folder, _compressor()
@@ -58,7 +61,7 @@ class DeltaFolder(ServedFolder):
         return path
 
     def _drop_old(self, newest: Path) -> None:
-        """Deletes the versions before the whole one from which all kept versions follow."""
+        """Deletes all versions that are not needed to rebuild the newest `FolderRules.keep`."""
         numbers = sorted(_number(path) for path in newest.parent.glob("weight_v??????"))
         wanted = numbers[-self._rules.keep :][0]
         roots = [one for one in numbers if one <= wanted and not _is_delta(newest.parent, one)]
@@ -68,14 +71,26 @@ class DeltaFolder(ServedFolder):
 
 
 def served_folder(model: Following, rules: FolderRules) -> ServedFolder:
-    """Returns the writer of a folder in the form of the rules; errors as in `ServedFolder`."""
+    """Returns the writer of a folder: `DeltaFolder` for the form "deltas", else `ServedFolder`.
+
+    Raises:
+        ConfigError: as `ServedFolder`.
+    """
     return (DeltaFolder if rules.form == "deltas" else ServedFolder)(model, rules)
 
 
 def write_delta(
     older: Path, newer: Path, folder: Path, number: int, compress: Callable[[bytes], bytes]
 ) -> None:
-    """Writes the difference between two folders of safetensors files with the same tensors."""
+    """Writes the difference between two folders of safetensors files with the same tensors.
+
+    Args:
+        older: the folder of version `number` - 1.
+        newer: the folder of version `number`.
+        folder: the folder to write, which must not exist.
+        number: the version's number in this folder of versions.
+        compress: compresses the bytes of a tensor's difference.
+    """
     folder.mkdir()
     places: dict[str, str] = {}
     for path in sorted(newer.glob("*.safetensors")):
@@ -96,7 +111,10 @@ def write_delta(
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, list[int]]], np.ndarray]:
-    """Returns the places of a file's tensors within its data, and the data, uint8."""
+    """Returns a safetensors file's header and its data, uint8 [bytes].
+
+    The header has, for each tensor, its `data_offsets` in the data.
+    """
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

@@ -1,7 +1,7 @@
-"""Scores a run's global view on its task's held-out data: the newest, earlier ones, or all.
+"""Scores a run's global model on its task's held-out data: at the newest version or at others.
 
-Scores are kept in the run's store, so that a report has the scores of views that garbage collection
-has removed.
+Scores are stored in the run's store, so that a report has the scores of versions whose views
+garbage collection has deleted.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Pace(NamedTuple):
 
 
 class Scorer:
-    """Scores views of a run.
+    """Computes scores (`wire.Score`) of a run's global model from the views of all fragments.
 
     Args:
         context: the run's context.
@@ -70,7 +70,12 @@ class Scorer:
 
     @classmethod
     async def of_run(cls, context: RunContext) -> "Scorer":
-        """Returns a scorer with the run's task; errors as `model_of` and `GlobalModel.of_run`."""
+        """Returns a scorer with the run's task.
+
+        Raises:
+            DilocoError: the task cannot be built here, or a leaf of the run cannot be read.
+            ModuleNotFoundError: JAX is not installed.
+        """
         # Reading stored scores needs no JAX.
         from diloco.learner.load_and_check_task import model_of
         from diloco.run.model.view import GlobalModel
@@ -79,10 +84,10 @@ class Scorer:
         return cls(context, task, await GlobalModel.of_run(context, task))
 
     async def newest(self) -> wire.Score:
-        """Scores the newest view.
+        """Scores the newest view of every fragment.
 
         Raises:
-            DilocoError: as `diloco.common.storage.views.load_view`.
+            DilocoError: bus or store are unreachable; objects of a view are missing or damaged.
         """
         fragments = range(len(self._context.layout.fragments))
         loaded = [await load_view(self._context, fragment) for fragment in fragments]
@@ -90,17 +95,21 @@ class Scorer:
         return await self._score(records, seqs, [item.view for item in loaded])
 
     async def of(self, records: Sequence[wire.Record], seqs: Sequence[int]) -> wire.Score:
-        """Scores the view after these records, one of each fragment, stored at `seqs`.
+        """Scores the views that records made.
+
+        Args:
+            records: a record of each fragment, in order of fragments.
+            seqs: stream sequences of the records.
 
         Raises:
-            ObjectMissingError: garbage collection has taken an object of the view.
+            ObjectMissingError: garbage collection has deleted an object of a view.
             IntegrityError: the stored objects do not give the recorded digest.
         """
         views = [await self._view(record) for record in records]
         return await self._score(records, seqs, views)
 
     async def _view(self, record: wire.Record) -> np.ndarray:
-        """Returns the view after a record; errors as `of`."""
+        """Returns the view that a record made, float32 [elements]; errors as `of`."""
         digest, view = self._views.get(record.fragment, ("", np.empty(0, np.float32)))
         if digest != record.view_digest:
             found = None
@@ -149,7 +158,7 @@ class Scorer:
         """Scores the newest whole version, and later ones at this pace; returns at the run's end.
 
         Args:
-            tell: takes each score.
+            tell: awaited with each score.
             pace: the pace of scoring.
 
         Raises:
@@ -168,7 +177,7 @@ class Scorer:
 
 
 async def keep(context: RunContext, score: wire.Score) -> None:
-    """Puts a score into the run's store; repeating this is harmless.
+    """Puts a score into the run's store; to do so twice stores one object.
 
     Raises:
         StoreError: the store is unreachable, or does not permit it.
@@ -181,12 +190,12 @@ async def keep(context: RunContext, score: wire.Score) -> None:
 async def read_scores(
     context: RunContext, known: dict[str, wire.Score] | None = None, *, thinned: bool = False
 ) -> list[wire.Score]:
-    """Reads the stored scores of this epoch, in order of time.
+    """Returns the stored scores of this epoch, in order of the time of their versions.
 
     Args:
         context: the run's context.
-        known: scores that were read before, by object; new ones are added.
-        thinned: read about `KEPT`, evenly over the run.
+        known: scores that were read before, by object's name; new ones are added to it.
+        thinned: whether to read only about `KEPT` scores, evenly over the run.
 
     Raises:
         StoreError: the store is unreachable.
@@ -197,7 +206,9 @@ async def read_scores(
 
 
 async def read_losses(context: RunContext) -> dict[tuple[int, ...], float]:
-    """Reads the losses of all stored scores, by the sequences of their records; the newest counts.
+    """Returns the held-out losses of all stored scores of this epoch.
+
+    The key is the stream sequences of the records that were scored, in order of fragments.
 
     Raises:
         StoreError: the store is unreachable.
@@ -224,12 +235,12 @@ async def _read_stored(
 
 
 async def scores_of(context: RunContext, series: TimeSeries, points: int) -> list[wire.Score]:
-    """Returns scores spread over a run: stored ones, and new ones of views that still exist.
+    """Returns scores spread over a run: the stored ones, and new ones of views that still exist.
 
     Args:
         context: the run's context.
         series: the run's tape as a time series.
-        points: the number to have; no score is computed near a stored one.
+        points: the number of scores to have; no score is computed near a stored one.
 
     Raises:
         DilocoError: as `Scorer.of_run`; the store is unreachable.
@@ -242,7 +253,9 @@ async def scores_of(context: RunContext, series: TimeSeries, points: int) -> lis
 def unscored(
     series: TimeSeries, scores: Sequence[wire.Score], points: int
 ) -> list[tuple[int, ...]]:
-    """Returns versions spread over a run without a score nearby, as sequences of their records.
+    """Returns versions spread over a run that have no score nearby.
+
+    Each is given as the stream sequences of its records, in order of fragments.
 
     Args:
         series: the run's tape as a time series.
@@ -259,12 +272,12 @@ async def score_at(
     versions: Sequence[tuple[int, ...]],
     hear: Callable[[int, int], None] | None = None,
 ) -> list[wire.Score]:
-    """Scores versions that the store still has, each given as `unscored` does.
+    """Returns the scores of those versions that the store still has; none without JAX.
 
     Args:
         context: the run's context.
-        versions: the versions to score.
-        hear: takes the number done, and the number in all.
+        versions: each as stream sequences of its records, in order of fragments.
+        hear: called with the number of versions done, and the number in all.
 
     Raises:
         DilocoError: as `Scorer.of_run`; the store is unreachable.
@@ -288,7 +301,7 @@ async def score_at(
 
 
 def _missing(series: TimeSeries, scores: Sequence[wire.Score], points: int) -> list[float]:
-    """Returns times of versions, evenly spread, that have no score nearby."""
+    """Returns evenly spread times of versions without a score nearby (seconds since the epoch)."""
     times_s = series.versions["time_s"]
     # There is no view until all fragments have a version.
     first, last = min(series.fragments, times_s.size) - 1, times_s.size - 1
@@ -304,7 +317,10 @@ def _missing(series: TimeSeries, scores: Sequence[wire.Score], points: int) -> l
 
 
 def _standing(series: TimeSeries, at_s: float) -> tuple[int, ...] | None:
-    """Returns the sequences of all fragments' records at a time; None if it is too early."""
+    """Returns the stream sequence of each fragment's newest version at a time.
+
+    None: some fragment had no version yet.
+    """
     table = series.versions
     fragment, seq = table["fragment"], table["seq"]
     old = table["time_s"] <= at_s + 1e-6
@@ -318,11 +334,12 @@ def _standing(series: TimeSeries, at_s: float) -> tuple[int, ...] | None:
 
 
 async def record_at(context: RunContext, fragment: int, seq: int) -> wire.Record:
-    """Reads a fragment's record at a sequence of the tape.
+    """Reads the record of a fragment at a stream sequence.
 
     Raises:
-        ObjectMissingError: it, or its body, was collected.
-        RunMismatchError, IntegrityError: as `diloco.common.storage.tape.read_record`.
+        ObjectMissingError: garbage collection has deleted the record, or its body in the store.
+        RunMismatchError: the record is of another run or epoch.
+        IntegrityError: the record is damaged, or of another layout.
     """
     message = await first_message(context, names.record(context.run, fragment), seq)
     if message.seq != seq:
@@ -341,7 +358,7 @@ async def run_evaluate(
     keeps: bool,
     json: bool,
 ) -> None:
-    """Scores RUN's view and prints it; arguments as the command's options.
+    """Scores RUN's model and prints the score; arguments as the options of `diloco evaluate`.
 
     Raises:
         DilocoError: no such run; bus or store are unreachable; the task cannot be built.
@@ -391,7 +408,7 @@ async def _of_version(scorer: Scorer, context: RunContext, version: str) -> wire
 
 
 def sentence(score: wire.Score) -> str:
-    """Returns a score as a sentence, with rich's markup."""
+    """Returns a score as one line of text, with rich's markup."""
     low, high = min(score.versions), max(score.versions)
     versions = str(low) if low == high else f"{low}-{high}"
     return (
@@ -402,7 +419,7 @@ def sentence(score: wire.Score) -> str:
 
 
 def by_slice(score: wire.Score) -> Table:
-    """Returns a table of each slice's figures."""
+    """Returns a table of a score's figures for each named part of the held-out data."""
     names = [*dict.fromkeys(name for part in score.slices.values() for name in part)]
     shown = plain_table("slice", *names)
     for slice_name, part in score.slices.items():

@@ -35,10 +35,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 def check_target(
     folder: Path, form: str = "safetensors", dtype: str | None = None, *, merge: bool = False
 ) -> None:
-    """Refuses a target that cannot be written, before anything is computed.
+    """Refuses invalid arguments of `write_model`, before anything is computed.
 
     Raises:
-        ConfigError: no such format, or the folder exists and is not empty.
+        ConfigError: no such format, `dtype` or `merge` with a format that has none, or the folder
+            exists and is not empty.
     """
     if form not in FORMATS:
         raise ConfigError(f"--format {form!r}: expected {', '.join(FORMATS)}")
@@ -70,22 +71,23 @@ async def write_model(
     """Writes the model that the views of all fragments make.
 
     `model.safetensors` or the folder `model` (orbax) has the parameters by the task's names, and
-    leaves that are not synchronized as the run began with them. `layout.json` has the layout,
-    `settings.toml` the settings, `about.json` the run, versions, digests and global step. In the
-    format `hf` the run's task writes files for other programs, beside `about.json`.
+    the leaves that are not synchronized, with their values at the run's creation. `layout.json` has
+    the layout, `settings.toml` the settings, `about.json` the run, versions, digests and global
+    step. In the format `hf`, `about.json` is beside files that the run's task writes for other
+    programs.
 
     Args:
         folder: made by this function.
         form: one of `FORMATS`.
         context: the run's context.
-        views: view of every fragment, float32 [N].
-        records: the records that made them.
-        settings: those in force when the views were made, if not the specification's.
-        dtype: one of `DTYPES`, in which floats are written; for the format `hf`.
-        merge: adapters are added to their base, in the format `hf`.
+        views: the view of every fragment, float32 [elements], by fragment.
+        records: the records that made the views, by fragment.
+        settings: the settings in force when the views were made; None: the specification's.
+        dtype: one of `DTYPES`, in which floats are written in the format `hf`; None: float32.
+        merge: whether adapters are added to their base, in the format `hf`.
 
     Raises:
-        ConfigError: it cannot be written, or the task has no such format.
+        ConfigError: the folder cannot be written, or the task has no such format.
         IntegrityError: the base to merge into is not the run's.
     """
     check_target(folder, form, dtype, merge=merge)
@@ -118,7 +120,7 @@ async def write_model(
 
 
 def _share_weights(folder: Path) -> None:
-    """Gives weights the mode of the files beside them: safetensors makes its files private."""
+    """Gives safetensors files the mode of `about.json`, since safetensors makes them private."""
     mode = (folder / "about.json").stat().st_mode
     for path in folder.glob("*.safetensors"):
         path.chmod(mode)
@@ -168,19 +170,19 @@ def _write_for_others(
     dtype: str,
     merge: bool,
 ) -> None:
-    """Writes a run's parameters with its task's `files`.
+    """Writes a run's parameters in the format of its task (`Task.files`).
 
     Args:
         folder: new, or empty.
         context: the run's context.
         settings: the settings that name the task.
-        arrays: parameters by name, those that the run stores.
-        constants: the object that names the leaves that are not synchronized.
+        arrays: by name, the parameters that the run stores.
+        constants: name of the object that lists the leaves that are not synchronized.
         dtype: dtype in which floats are written.
-        merge: adapters are added to their base.
+        merge: whether adapters are added to their base.
 
     Raises:
-        ConfigError: it cannot be written, or the task has no such format.
+        ConfigError: the folder cannot be written, or the task has no such format.
         IntegrityError: the base to merge into is not the run's.
     """
     from diloco.learner.load_and_check_task import model_of
@@ -215,7 +217,7 @@ def _merging(files: "Files") -> Callable[[Path, dict[str, Any], str], None]:
 
 
 def _base_of(task: "Task", context: RunContext, constants: str | None) -> dict[str, Any]:
-    """Returns the leaves that learners load themselves, after comparing them with the run's."""
+    """Returns the leaves that each learner loads by itself, once checked by the run's digests."""
     from diloco.learner.tensors.tree import loaded_frozen
 
     loaded = loaded_frozen(task)
@@ -235,10 +237,10 @@ def run_export(
     *,
     merge: bool = False,
 ) -> None:
-    """Writes a run's newest or an earlier global model.
+    """Writes a run's global model, and prints its versions; arguments as of `diloco export`.
 
     Raises:
-        DilocoError: it cannot be written, or is no longer stored.
+        DilocoError: the folder cannot be written, or the version is no longer stored.
     """
     check_target(folder, form, dtype, merge=merge)
     with working("reading and writing the model"):

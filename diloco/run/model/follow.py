@@ -48,9 +48,9 @@ class LeafCodes:
 
     Attributes:
         codec, block: codec and block size of the codes; docs/protocol.md has their form.
-        scales: bfloat16, one for each block; none for the float codecs.
-        codes: codes of whole blocks; each of `groups` begins a block, and is padded to whole ones.
-        groups: the number of groups, of `group_size` elements.
+        scales: bfloat16, one for each block; empty for the float codecs.
+        codes: codes of the rows' elements in groups; each group is padded to whole blocks.
+        groups: number of groups; each has `group_size` elements without the padding.
         shape: shape of the rows.
     """
 
@@ -70,14 +70,16 @@ class LeafCodes:
 
 @dataclass(frozen=True, kw_only=True)
 class LeafRows:
-    """Rows of a leaf that have changed; if `rows` are all rows, the whole leaf.
+    """Some rows of a leaf, or all, with their new values.
 
     Attributes:
         name: name of the leaf.
-        rows: along the first axis; `...` for a leaf without axes.
-        shape: shape of the whole leaf; `dtype` is its own in the run.
-        values: the new values of the rows; None if `codes` are given.
-        codes: in the form "codes", the delta to be added; None after a jump, which gives values.
+        rows: the rows' range along the first axis; `...` for a leaf without axes.
+        shape: shape of the whole leaf.
+        dtype: the leaf's dtype in the run, which `values` may not have.
+        values: the new values of the rows, in the form asked for; None if `codes` is given.
+        codes: in the form "codes", the delta to be added to the rows; None if the version was not
+            reached by one delta: then `values` is given.
     """
 
     name: str
@@ -89,7 +91,12 @@ class LeafRows:
 
 
 class FragmentVersion(NamedTuple):
-    """A fragment at a version, whose record names this digest of the view."""
+    """A version of a fragment.
+
+    Attributes:
+        digest: the digest of the version's view.
+        record_seq: stream sequence of the version's record.
+    """
 
     fragment: int
     version: int
@@ -102,14 +109,14 @@ class ModelChange:
     """A change of the model, verified against the records.
 
     Attributes:
-        event: "version"; "rollback": the run went back to an earlier state; "epoch": it was
-            resumed from its bucket, perhaps at an earlier state. Leaves are the newest values.
-        version: version of the one fragment; for the whole model that of its last fragment.
-        fragment: its index; None: this is one version of all followed fragments.
+        event: "version": a new version; "rollback": the run was set back to an earlier version;
+            "epoch": the run was resumed on a new tape, perhaps at an earlier version.
+        version: the version of the one fragment, or of the last fragment of the whole model.
+        fragment: index of the one fragment; None: this is one version of all followed fragments.
         fragments: the fragments whose view has changed.
-        global_step: the run's clock.
-        closed_at_s: when the last of its rounds closed, seconds since the epoch.
-        epoch: epoch of the run.
+        global_step: the run's clock at this version.
+        closed_at_s: when the last of the rounds closed, in seconds since the epoch.
+        epoch: number of the run's tape: 0, and 1 more each time the run is resumed on a new one.
     """
 
     event: Literal["version", "rollback", "epoch"]
@@ -124,15 +131,17 @@ class ModelChange:
 
     @property
     def digest(self) -> str:
-        """The digest of the fragment's view; of several, the first one's."""
+        """The digest of the changed fragment's view; if several changed, the first one's."""
         return self.fragments[0].digest
 
     @property
     def leaves(self) -> Iterator[LeafRows]:
-        """The changed leaves, piece by piece, each an array of its own.
+        """The leaves of the changed fragments, one range of rows after the other.
+
+        A leaf whose rows are in several fragments comes in several ranges. Each array is a copy.
 
         Raises:
-            ConfigError: the next change was taken meanwhile, which replaced these values.
+            ConfigError: the next change was asked for, which replaces the values of this one.
         """
         for part in self.fragments:
             for piece in self._following.pieces(part.fragment):
@@ -140,10 +149,10 @@ class ModelChange:
 
 
 class Following:
-    """A run that is followed, made by `diloco.follow`.
+    """A run that is followed; `diloco.follow` makes it.
 
-    A context manager and an iterator, either ordinary or asynchronous. The iteration ends with the
-    run, or at the version to stay at.
+    It is a context manager and an iterator over changes, either ordinary or asynchronous. The
+    iteration ends with the run, or at the version `stay_at`.
 
     Attributes:
         ended: whether the run has ended.
@@ -195,7 +204,13 @@ class Following:
         return change
 
     async def take_async(self, within_s: float | None = None) -> ModelChange | None:
-        """Waits for the next change; None if none comes within the time, or the run has ended.
+        """Waits for the next change, and returns it.
+
+        Args:
+            within_s: seconds to wait; None: without limit.
+
+        Returns:
+            None if no change came in time, or if the run has ended or `stay_at` is reached.
 
         Raises:
             DilocoError: the bus refuses; the run's last version is damaged or missing.
@@ -233,11 +248,11 @@ class Following:
         return change
 
     def take(self, within_s: float | None = None) -> ModelChange | None:
-        """Works as `take_async`; with 0, returns only a change that is ready now."""
+        """Works as `take_async`, outside of asyncio; with 0, returns only a change ready now."""
         return self._call(self.take_async(within_s))
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on the thread's loop; an interrupt cancels it."""
+        """Runs a coroutine on the event loop's thread; an interrupt cancels the coroutine."""
         if self._loop is None:
             coroutine.close()
             raise _not_open()
@@ -252,7 +267,7 @@ class Following:
 
     @property
     def run(self) -> OpenRun:
-        """The open run, with its file's settings, its specification and its context."""
+        """The connected run: its configuration, its specification and its context."""
         if self._opened is None:
             raise _not_open()
         return self._opened
@@ -264,34 +279,41 @@ class Following:
 
     @property
     def behind(self) -> Lag:
-        """The lag of the last returned change behind the tape, in versions and seconds."""
+        """How far the last returned change is behind the tape, in versions and seconds."""
         return Lag(0, 0.0) if self._follower is None else self._follower.lag()
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of objects that were read."""
+        """Bytes of objects read since the run's present tape was opened."""
         return 0 if self._follower is None else self._follower.read_bytes
 
     def standing(self) -> dict[int, Recorded]:
-        """Returns the record of every followed fragment, as of the newest change."""
+        """Returns the record of every followed fragment's view, by fragment."""
         assert self._follower is not None
         return self._follower.standing()
 
     def pieces(self, fragment: int) -> list[Piece]:
-        """Returns the pieces of a fragment that belong to followed leaves."""
+        """Returns a fragment's pieces (ranges of rows) that belong to followed leaves."""
         layout = self.run.context.layout
         names = _chosen(layout, self._patterns)
         return [piece for piece in layout.fragments[fragment].pieces if piece.tensor in names]
 
     def view(self, fragment: int) -> np.ndarray:
-        """Returns a fragment's view as of the newest change, float32 [N]."""
+        """Returns a fragment's view as of the newest change, float32 [elements], with padding."""
         assert self._follower is not None
         return self._follower.view(fragment)
 
     def rows_of(
         self, change: ModelChange, fragment: int, piece: Piece, encoded: Encoded | None
     ) -> LeafRows:
-        """Returns the leaf rows of one piece of a change; errors as `ModelChange.leaves`."""
+        """Returns the rows of one piece as of a change; errors as `ModelChange.leaves`.
+
+        Args:
+            change: the newest change.
+            fragment: the fragment of the piece.
+            piece: the rows' range, and its place in the fragment.
+            encoded: the change's delta; None if it has none.
+        """
         if change is not self._newest or self._pending is not None:
             raise ConfigError(
                 f"the values of version {change.version} are gone: a later change was asked for",
@@ -338,7 +360,7 @@ class Following:
         self._opened = opened
 
     async def _advance(self) -> Advance | None:
-        """Waits for the next change of this tape, or of the one that follows it."""
+        """Waits for the next change; if the run is resumed on a new tape, opens that."""
         while True:
             if self._follower is None:
                 raise _not_open()
@@ -349,7 +371,7 @@ class Following:
                 await self._reopen()
 
     async def _reopen(self) -> None:
-        """Opens the run again, once it has a new tape."""
+        """Opens the run on its new tape; waits until there is one."""
         self._resumed = True
         logger = self.run.context.logger
         while True:
@@ -400,18 +422,22 @@ def follow(
     form: Form = "float32",
     stay_at: int | None = None,
 ) -> Following:
-    """Follows a run: yields its newest version, then every one that is made, verified.
+    """Follows a run: its newest version first, then every new one, each verified by its digest.
 
     Args:
         run: its TOML file, the folder of a local run, a run's name, or a bundle.
         credentials: a reader's file (`diloco auth add-reader`), instead of those that the run's
             file names.
-        leaves: a name, a pattern such as "layers/*", or several; None: all.
-        whole: give one version of all fragments at once; else each fragment as it comes.
-        every: least number of versions between two that are given.
-        form: form of the leaves: float32 as the view is, bfloat16, or "codes": the stored delta, of
+        leaves: a leaf's name, a pattern such as "layers/*", or several; None: all leaves.
+        whole: True: yield one version of all fragments at once; False: yield each fragment's
+            version when it is made.
+        every: least number of versions between two that are yielded.
+        form: form of the leaves: float32 as the view is, bfloat16, or "codes": the stored delta of
             one fragment and version at a time.
-        stay_at: the last version that is given.
+        stay_at: the last version that is yielded; None: the run's last.
+
+    Returns:
+        A context manager; within its block, an iterator of `ModelChange`.
 
     Raises:
         ConfigError: options that exclude each other.
@@ -452,10 +478,12 @@ def check_role(path: str | None) -> None:
 
 
 def fragments_of(layout: Layout, patterns: Sequence[str] | None) -> tuple[int, ...]:
-    """Returns the fragments that hold parts of these leaves.
+    """Returns the indices of the fragments that have rows of the leaves that match `patterns`.
+
+    With None, all leaves match.
 
     Raises:
-        ConfigError: the run has no leaf of a name, or of a pattern.
+        ConfigError: a pattern matches no leaf of the run.
     """
     names = _chosen(layout, patterns)
     return tuple(

@@ -1,9 +1,10 @@
-"""A follower: yields the views of a run, version after version, verified, at no cost for the run.
+"""A follower: reads the views of a run, version after version, and verifies them.
 
-The follower reads the tape by one consumer of its own, which the server forgets when the follower
-disconnects, and publishes nothing. It catches up on missed records as learners do (`catchup.py`);
-if it reads more slowly than records are made, it skips to the newest. It holds one view of each
-fragment, and a second view of a fragment that it moves to the next version.
+The follower reads the tape by one consumer, which the server forgets when the follower disconnects,
+and publishes nothing; the run does not wait for it. It catches up on missed records as learners do
+(`catchup.py`); if it reads more slowly than records are made, it skips to the newest record. In
+memory it has one view of each fragment, and a second view of a fragment that it moves to the next
+version.
 """
 
 import asyncio
@@ -53,19 +54,24 @@ _LOST = (ObjectMissingError, IntegrityError, WireError)
 
 
 class Lag(NamedTuple):
-    """The lag of a follower behind the tape: 0 and 0 once it has handed out all changes."""
+    """How far a follower is behind the tape: 0 and 0 once it has handed out all changes.
+
+    Attributes:
+        versions: the most versions of a fragment that were not handed out.
+        seconds: time since the newest of these versions was stored.
+    """
 
     versions: int
     seconds: float
 
 
 class Advance(NamedTuple):
-    """A change since the last one: the records of the fragments whose view has changed.
+    """A change that a follower hands out: new views of one fragment or several.
 
     Attributes:
-        heard: their records.
+        heard: the record of each fragment whose view has changed.
         rolled_back: whether the run was rolled back since the last change.
-        encoded: the delta of a fragment that advanced by one step; else None.
+        encoded: the delta, if one fragment advanced by one version; else None.
     """
 
     heard: tuple[HeardRecord, ...]
@@ -74,17 +80,17 @@ class Advance(NamedTuple):
 
     @property
     def records(self) -> tuple[wire.Record, ...]:
-        """The records without their sequences and times."""
+        """The records of `heard`, without their sequences and times."""
         return tuple(one.record for one in self.heard if one.record is not None)
 
 
 class Follower:
-    """Follows one tape of a run; use it as an asynchronous context.
+    """Follows one tape of a run; to be used as an asynchronous context manager.
 
     Args:
         context: the run's context.
         rules: the fragments and versions to hand out.
-        carried: the fragments of a follower of an earlier tape.
+        carried: `carried()` of the follower of the run's earlier tape; None: begin anew.
 
     Attributes:
         ended: whether the run's end has been read.
@@ -119,7 +125,7 @@ class Follower:
             await cancel(self._reading)
 
     def carried(self) -> list[FollowedFragment]:
-        """Returns the fragments with which a follower of a later tape begins."""
+        """Returns the fragments with their views, for a follower of the run's next tape."""
         # None of these records is on the new tape; a view may be the one with which it begins.
         return [
             FollowedFragment(
@@ -132,11 +138,11 @@ class Follower:
         ]
 
     def view(self, fragment: int) -> np.ndarray:
-        """Returns a fragment's view as last handed out, float32 [N]; valid until `advance`."""
+        """Returns a fragment's view, float32 [elements]; valid until the next `advance`."""
         return self._of(fragment).view
 
     def standing(self) -> dict[int, Recorded]:
-        """Returns the record of each fragment's view."""
+        """Returns the record of each fragment's view, by fragment."""
         found = {one.index: one.history[0] for one in self._fragments}
         return {
             index: Recorded(heard.record, heard.record_seq, heard.stored_at_s)
@@ -145,7 +151,7 @@ class Follower:
         }
 
     def lag(self) -> Lag:
-        """Returns the lag behind the tape of the newest change handed out."""
+        """Returns how far the newest change handed out is behind the records read."""
         found = self._target() or ()
         behind = [
             (heard.record.version - one.given.version, heard.stored_at_s)
@@ -163,7 +169,7 @@ class Follower:
         )
 
     async def advance(self) -> Advance | None:
-        """Waits for versions to hand out, moves their fragments' views, and returns the change.
+        """Waits for versions to hand out, moves the fragments' views to them, returns the change.
 
         Returns None once the run has ended or `FollowRules.stay_at` is reached, and all changes
         were handed out.
@@ -190,7 +196,7 @@ class Follower:
                 await self._wait()
 
     async def rest(self, for_s: float) -> None:
-        """Waits `for_s` seconds; less if the reading of records ends or fails meanwhile."""
+        """Waits `for_s` seconds, or less if the tape ends or cannot be read meanwhile."""
         assert self._reading is not None
         if self._behind:
             await asyncio.sleep(for_s)
@@ -215,7 +221,7 @@ class Follower:
         return tuple(found)
 
     def _can_be_had(self, target: Sequence[HeardRecord]) -> bool:
-        """True if a version of the target is due, and no part of the target has failed."""
+        """Returns whether a record of the target is due, and none due was found unreadable."""
         return any(self._is_due(heard) for heard in target) and not self._refused(target)
 
     def _is_due(self, heard: HeardRecord) -> bool:
@@ -229,7 +235,7 @@ class Follower:
         return record.version - given.version >= self._rules.every or last or back
 
     def _refused(self, target: Sequence[HeardRecord]) -> bool:
-        """True if a part of the target could not be read, and nothing newer has come."""
+        """Returns whether the view of a due record of the target was found unreadable."""
         return any(
             heard.record_seq <= self._of(heard.record.fragment).refused_seq
             for heard in target
@@ -253,7 +259,7 @@ class Follower:
     # Moving to the target
 
     async def _to_whole(self, target: Sequence[HeardRecord]) -> Advance | None:
-        """Moves all fragments to a whole version; None if a part of it cannot be read."""
+        """Moves all fragments to the target; returns None if a view of it cannot be read."""
         for one, heard in zip(self._fragments, target, strict=True):
             while one.adopted.record_seq < heard.record_seq:
                 if await self._move(one, heard) is None:
@@ -266,7 +272,7 @@ class Follower:
         return self._give(moved, None)
 
     async def _one_step(self) -> Advance | None:
-        """Moves the fragment that has waited longest."""
+        """Moves the fragment whose next record is the oldest; returns None if that fails."""
         due = [
             (self._of(heard.record.fragment), heard)
             for heard in self._target() or ()
@@ -300,7 +306,7 @@ class Follower:
         return Advance(tuple(heard), back, encoded) if heard else None
 
     async def _move(self, one: FollowedFragment, upto: HeardRecord) -> ViewStep | None:
-        """Takes one step of a fragment towards a record; None if its view cannot be read."""
+        """Moves a fragment one step towards a record; returns None if no view can be read."""
         waiting = [each for each in one.waiting if each.record_seq <= upto.record_seq]
         move = next_move(one.adopted, [UnfetchedRecord(w.record_seq, w.record) for w in waiting])
         assert move is not None  # `upto` can be read.
@@ -328,7 +334,10 @@ class Follower:
         return step
 
     async def _read_ahead(self) -> bool:
-        """Reads one step of the next whole version's parts; False if there is none yet."""
+        """Moves one fragment towards the next whole version, before that is complete.
+
+        Returns False if no fragment can be moved yet.
+        """
         *others, last = self._fragments
         if not self._rules.whole or self._rules.every > 1 or last.given.version < 0:
             return False
@@ -344,7 +353,7 @@ class Follower:
         return False
 
     async def _reload(self, one: FollowedFragment, upto: HeardRecord) -> ViewStep:
-        """Loads the view of a record from stored objects, which may be older ones."""
+        """Loads a record's view from stored objects: a view, perhaps an older one with deltas."""
         assert upto.record is not None
         try:
             loaded = await load_recorded(self._context, upto.record, upto.record_seq)
@@ -368,7 +377,10 @@ class Follower:
     # Reading the tape
 
     async def _find_newest(self) -> None:
-        """Finds the newest records, whatever was made since the last one that was read."""
+        """Reads the newest record of each fragment, and skips those between.
+
+        If they make no whole version, reads earlier ones, up to `MOST_BACK` times.
+        """
         context, rules = self._context, self._rules
         self._settings, self._settings_seq = await self._retry(lambda: effective_settings(context))
         # Asked first: if the run has ended, the records read now are the last.
@@ -392,7 +404,7 @@ class Follower:
                 return
 
     async def _go_to(self, version: int) -> None:
-        """Sets the follower to an earlier version of the run, and ends there."""
+        """Makes an earlier version of the run the only one that is handed out."""
         from diloco.aggregator.rollback import find_versions
 
         found = await find_versions(self._context, dict.fromkeys(self._rules.fragments, version))
@@ -403,7 +415,10 @@ class Follower:
         self._rules = self._rules._replace(stay_at=None)
 
     async def _back(self) -> bool:
-        """Reads one earlier record, if those read make no whole version; False if there is none."""
+        """Reads one earlier record of the fragments that lack one for a whole version.
+
+        Returns False if the tape has no such record.
+        """
         last = self._fragments[-1]
         found = False
         for one in [one for one in self._fragments if one.starts_after(last)] or [last]:
@@ -418,7 +433,7 @@ class Follower:
         return found
 
     async def _catch_up(self) -> None:
-        """Checks for newer versions without reading each record; reads on once there are none."""
+        """Skips to the newest records; reads the tape again once these are handed out."""
         await self._find_newest()
         target = self._target()
         if target is None or not self._can_be_had(target):
@@ -431,9 +446,9 @@ class Follower:
         self._reading.add_done_callback(lambda _: self._moved.set())
 
     async def _read_tape(self, start_seq: int) -> None:
-        """Reads records until the run's end, or until the newest is too far ahead.
+        """Reads records until the run's end, or until the newest is more than `MOST_BEHIND` ahead.
 
-        Returns at once if the records of all followed fragments are known already.
+        Returns at once if the run's end was read already.
         """
         if self.ended:
             return
@@ -481,7 +496,7 @@ class Follower:
         self._moved.set()
 
     async def _heard(self, message: Message) -> HeardRecord:
-        """Reads a record of the tape; its body may be damaged or missing."""
+        """Reads the record in a message; its `record` is None if the body is damaged or missing."""
         record: wire.Record | None = None
         try:
             record = slim(await self._retry(lambda: read_record(self._context, message)))

@@ -23,10 +23,13 @@ def load(run: str | Path, *, like: Any = None) -> Any:
 
     Args:
         run: its TOML file, the folder of a local run, a run's name, or a bundle.
-        like: a tree of the same names, to be filled; without it, a dictionary by name.
+        like: a pytree whose leaves have the names of the run's.
+
+    Returns:
+        A tree like `like`, with the run's values; without `like`, a dictionary of arrays by name.
 
     Raises:
-        RunMismatchError: `like` is another model's.
+        RunMismatchError: `like` has other leaves than the run's model.
         DilocoError: no such run; bus or store are unreachable; an object is damaged.
     """
     arrays, unstored = run_to_end(_load(run))
@@ -40,10 +43,10 @@ async def _load(run: str | Path) -> tuple[Arrays, set[str]]:
 
 
 async def global_arrays(context: RunContext, specification: wire.Specification) -> Arrays:
-    """Reads the newest global parameters, and the leaves that the run holds, by name.
+    """Returns the newest global parameters, and the leaves of `held_leaves`, by name.
 
     Raises:
-        DilocoError: as `diloco.common.storage.views.load_view`.
+        DilocoError: bus or store are unreachable; an object is missing or damaged.
     """
     fragments = range(len(context.layout.fragments))
     views = [(await load_view(context, fragment)).view for fragment in fragments]
@@ -52,7 +55,10 @@ async def global_arrays(context: RunContext, specification: wire.Specification) 
 
 
 async def held_leaves(context: RunContext, specification: wire.Specification) -> Arrays:
-    """Reads the leaves that a run holds as it began with them; not those that learners load.
+    """Returns, by name, the leaves that are not synchronized and that the run's store has.
+
+    Their values are those of the run's creation. Leaves that each learner loads by itself are not
+    in the store, and not returned.
 
     Raises:
         IntegrityError: a leaf is damaged.
@@ -69,7 +75,12 @@ async def held_leaves(context: RunContext, specification: wire.Specification) ->
 
 
 def arrays_of(layout: Layout, views: Sequence[np.ndarray]) -> Arrays:
-    """Returns the tensors made of all fragments' views, in the tensors' dtypes."""
+    """Returns the synchronized tensors by name, each in its own shape and dtype.
+
+    Args:
+        layout: the run's layout.
+        views: the view of each fragment, float32 [elements], in order of fragments.
+    """
     import ml_dtypes  # noqa: F401 - so that NumPy knows bfloat16
 
     arrays = {
@@ -86,7 +97,7 @@ def arrays_of(layout: Layout, views: Sequence[np.ndarray]) -> Arrays:
 
 
 def piece_values(piece: Piece, view: np.ndarray) -> np.ndarray:
-    """Returns a piece's values from its fragment's view, without padding."""
+    """Returns a piece's values from its fragment's view: [*piece.shape], without padding."""
     padded = view[piece.offset : piece.offset + piece.stride]
     groups = padded.reshape(piece.groups, piece.group_stride)[:, : piece.group_size]
     return groups.reshape(piece.shape)

@@ -1,11 +1,11 @@
 """Serves the newest whole version of a run to inference: as a folder, or in engines.
 
-    DIR/0-000000000120   epoch and version; as `diloco export` writes them. The run's last set of
-                         fragments is 0-000000000120-last if that has the same number
-    DIR/latest           a link to the newest, which is always complete
+    DIR/0-000000000120   epoch 0, version 120, with the files of `diloco export`; with the suffix
+                         `-last`, the run's last version, if another one has the same number
+    DIR/latest           a link to the newest version
 
-A folder is written beside the others, synced to the disk, and only then gets its name; the link
-moves in one step. So after any end of the process the link names a complete version.
+A version's folder is written under another name, synced to the disk, and then renamed; the link is
+replaced in one step. So whenever the process is killed, the link names a complete version.
 """
 
 import asyncio
@@ -44,13 +44,14 @@ LOOK_S = 1.0
 
 
 class FolderRules(NamedTuple):
-    """The rules of a folder with a run's newest versions.
+    """How a folder is filled with a run's newest versions.
 
     Attributes:
-        folder: made if missing.
+        folder: the folder, which is made if it is missing.
         form: one of `FORMS`.
-        keep: number of newest versions that are kept.
-        command: run after each version, with its folder as the last argument.
+        keep: number of newest versions that are not deleted.
+        command: command line to run after each version, with the version's folder as its last
+            argument; None: none.
     """
 
     folder: Path
@@ -61,6 +62,10 @@ class FolderRules(NamedTuple):
 
 class ServedFolder:
     """Keeps a folder with the newest versions of a followed run.
+
+    Args:
+        model: the followed run, which must be open.
+        rules: the folder, its form, and how many versions it keeps.
 
     Raises:
         ConfigError: no such form or command, nothing to keep, or the folder cannot be made.
@@ -78,10 +83,12 @@ class ServedFolder:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
     async def take(self, change: ModelChange) -> Path:
-        """Writes a version, points `latest` to it, and runs the command; returns its folder.
+        """Writes a version, points `latest` to it, and runs the command.
+
+        Returns the version's folder.
 
         Raises:
-            ConfigError: it cannot be written, or the task has no such format.
+            ConfigError: the version cannot be written, or the task has no such format.
         """
         home, path = self._rules.folder, await self._write(change)
         link = home / f"{LATEST}{_PART}"
@@ -105,7 +112,7 @@ class ServedFolder:
         return bool(json.loads((path / "about.json").read_text())["view_digests"] == digests)
 
     async def _write_files(self, path: Path, form: str, dtype: str | None = None) -> None:
-        """Writes the present model; the folder gets its name once it is on the disk."""
+        """Writes the model as of the newest change to the folder `path`, which must not exist."""
         part = path.with_name(path.name + _PART)
         context, at = self._model.run.context, self._model.standing()
         records = {fragment: one.record for fragment, one in at.items()}
@@ -115,7 +122,7 @@ class ServedFolder:
         part.rename(path)
 
     def _drop_old(self, newest: Path) -> None:
-        """Deletes all but the newest versions, in order of writing: a new epoch may go back."""
+        """Deletes all but the versions written last, whose numbers may be lower after a resume."""
         others = (path for path in self._rules.folder.iterdir() if path != newest)
         found = [path for path in others if _VERSION.fullmatch(path.name)]
         found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -154,7 +161,7 @@ def _words_of(command: str | None) -> list[str]:
 
 
 def sync_files(folder: Path) -> None:
-    """Syncs a folder's files to the disk."""
+    """Syncs a folder and all files below it to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             _sync_folder(path)
@@ -175,7 +182,13 @@ def _sync_folder(path: Path) -> None:
 def serve_folder(
     model: Following, make: Callable[[], ServedFolder], run: str, section: MetricsSection
 ) -> None:
-    """Writes versions to the folder that `make` returns, until the run ends or a signal comes.
+    """Writes versions to a folder until the run ends or a signal comes; serves metrics meanwhile.
+
+    Args:
+        model: the followed run, which is not open yet.
+        make: returns the folder, once the run is open.
+        run: the run's name.
+        section: the settings of metrics.
 
     Raises:
         DilocoError: an error that no retry can mend, with advice.
@@ -219,7 +232,7 @@ async def _look(model: Following, probes: Probes) -> None:
 
 
 def show_lag(model: Following, counted: Metrics) -> None:
-    """Sets the metrics of a follower's lag."""
+    """Sets a follower's metrics: its lag in seconds and in versions, and the bytes it has read."""
     lag = model.behind
     counted.set(metrics.BEHIND, lag.seconds)
     counted.set(metrics.BEHIND_VERSIONS, lag.versions)
@@ -230,35 +243,37 @@ def show_lag(model: Following, counted: Metrics) -> None:
 
 
 class EngineSink(Protocol):
-    """The four calls by which an engine takes weights: one sink for each rank or replica.
+    """The four methods by which an inference engine takes weights; one sink a rank or replica.
 
-    `init` comes once, before all. Between `start` and `finish` the engine must not generate, since
-    it holds a part of a version. `finish` lets it generate again, after it has dropped what it
-    computed from earlier weights (caches of keys and values, of prefixes).
+    `init` is called once, before the others. Between `start` and `finish` the engine must not
+    generate, since its weights are of two versions. In `finish` the engine must drop everything
+    that it computed from earlier weights (caches of keys and values, of prefixes), and may then
+    generate again.
     """
 
     def init(self, layout: Layout) -> None:
-        """Takes the names, shapes and dtypes of all leaves."""
+        """Takes the run's layout, with names, shapes and dtypes of all leaves."""
 
     def start(self, version: int) -> None:
-        """Stops generating, since a version follows."""
+        """Stops generating, since the weights of a version follow."""
 
     def update(self, leaf: LeafRows) -> None:
         """Copies some rows of a leaf into the engine's weights."""
 
     def finish(self, version: int) -> None:
-        """Generates with this version, which all engines have completely."""
+        """Generates again, with this version; all engines have all its weights now."""
 
 
 def feed(model: Following, engines: Sequence[EngineSink]) -> Iterator[ModelChange]:
-    """Brings each version to all engines before any of them serves it; yields it afterwards.
+    """Brings each version to all engines before any of them serves it; then yields its change.
 
-    If an engine raises, all stay stopped and none has served the version. To restart, call this
-    with another `diloco.follow`: all engines then get the newest version.
+    If an engine's `start` or `update` raises, all engines stay stopped, and none has served the
+    version. To begin again, call `feed` with another `diloco.follow`: all engines then get the
+    newest version.
 
     Args:
-        model: an open follower of whole versions.
-        engines: ranks and replicas.
+        model: a run followed by whole versions, which must be open.
+        engines: the sinks of all ranks and replicas.
     """
     layout = model.run.context.layout
     for engine in engines:

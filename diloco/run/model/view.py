@@ -1,4 +1,4 @@
-"""The global model: the views of all fragments as a task's parameters."""
+"""Turns the views of all fragments into a task's parameters, to evaluate or to sample from."""
 
 import asyncio
 import itertools
@@ -32,8 +32,8 @@ class GlobalModel:
     Args:
         layout: the run's layout.
         task: the run's task.
-        held: leaves that are not synchronized, as the run began with them, by name; the task loads
-            all others.
+        held: by name, the leaves that are not synchronized and that the run's store has
+            (`held_leaves`); the task loads the other leaves that are not synchronized.
     """
 
     def __init__(self, layout: Layout, task: Task, held: Arrays) -> None:
@@ -48,7 +48,12 @@ class GlobalModel:
     async def of_run(
         cls, context: RunContext, task: Task, specification: wire.Specification | None = None
     ) -> Self:
-        """Returns a model with the leaves that the run holds; reads the specification if not given.
+        """Returns a model with the leaves that are read from the run's store.
+
+        Args:
+            context: the run's context.
+            task: the run's task.
+            specification: the run's specification; None: it is read from the bus.
 
         Raises:
             IntegrityError: a leaf is damaged.
@@ -58,14 +63,21 @@ class GlobalModel:
         return cls(context.layout, task, await held_leaves(context, specification))
 
     def params(self, views: Sequence[np.ndarray]) -> Params:
-        """Returns the task's parameters made of the views of all fragments, float32 [N]."""
+        """Returns the task's parameters, on the default device.
+
+        Args:
+            views: the view of each fragment, float32 [elements], in order of fragments.
+        """
         arrays = arrays_of(self._layout, views)
         leaves = {name: jax.device_put(leaf) for name, leaf in arrays.items()}
         return tree.join(tree.from_names(self._synced, leaves), self._held)
 
 
 class ScoredTask:
-    """Evaluates a run's task in a process of its own (`Isolated`).
+    """Evaluates a run's task; made for a process of its own, by `Isolated`.
+
+    Arguments come one by one, since they pass through a pipe: `hold` once, `see` for each fragment,
+    then `losses`.
 
     Args:
         settings: the run's settings.
@@ -81,19 +93,22 @@ class ScoredTask:
         self._views: list[np.ndarray] = []
 
     def digest(self) -> str:
-        """Returns the digest of the task's layout."""
+        """Returns the digest of the layout that the task would have, to compare with the run's."""
         return tree.task_layout(self._task, self._settings.sync).digest
 
     def hold(self, layout: Layout, held: Arrays) -> None:
-        """Takes the arguments of `GlobalModel`, before the first view."""
+        """Takes the arguments `layout` and `held` of `GlobalModel`, before the first `see`."""
         self._model = GlobalModel(layout, self._task, held)
 
     def see(self, view: np.ndarray) -> None:
-        """Takes the view of the next fragment, float32 [N]."""
+        """Takes the view of the next fragment, float32 [elements], in order of fragments."""
         self._views.append(view)
 
     def losses(self) -> dict[str, float]:
-        """Returns the model's held-out losses with the views taken, as `TaskScores.losses`."""
+        """Returns the held-out losses with the views taken, and forgets the views.
+
+        They are by name of a slice of the data; the loss on all data is the first.
+        """
         assert self._model is not None
         views, self._views = self._views, []
         return scores(self._task.evaluate(self._model.params(views))).losses()
@@ -102,11 +117,14 @@ class ScoredTask:
 async def held_out_scorer(
     context: RunContext, specification: wire.Specification
 ) -> Callable[[Sequence[np.ndarray]], dict[str, float]]:
-    """Returns a function from views to held-out losses, as `TaskScores.losses`; it needs no bus.
+    """Returns a function that evaluates the task on views.
+
+    The function takes the view of each fragment, float32 [elements]. It returns held-out losses by
+    name of a slice of the data; the loss on all data is the first. It needs no bus.
 
     Raises:
         TaskError: the task cannot be built here.
-        IntegrityError, ObjectMissingError: the run's held leaves cannot be read.
+        IntegrityError, ObjectMissingError: leaves in the run's store are damaged or missing.
     """
     task = await asyncio.to_thread(model_of, context.settings)
     model = await GlobalModel.of_run(context, task, specification)
@@ -114,10 +132,10 @@ async def held_out_scorer(
 
 
 async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wire.Record]]:
-    """Returns the run's newest global view as parameters, and the records of its fragments.
+    """Returns the run's newest global parameters, and the records that made them, by fragment.
 
     Raises:
-        RunMismatchError, IntegrityError, DilocoError: as `diloco.common.storage.views.load_view`.
+        DilocoError: bus or store are unreachable; an object is missing or damaged.
     """
     model = await GlobalModel.of_run(context, task)
     fragments = range(len(context.layout.fragments))
@@ -128,7 +146,7 @@ async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wir
 async def run_sample(
     target: str, prompt: str, *, length: int, temperature: float, seed: int, follow: bool = False
 ) -> None:
-    """Prints a prompt and the text generated after it; arguments as the command's options.
+    """Prints a prompt and the text generated after it; arguments as of `diloco sample`.
 
     Raises:
         TaskError: the run's task has no `sample`.

@@ -1,9 +1,10 @@
 """Chooses the records that make one version of the whole model. Pure.
 
-Fragments make their versions at different moments, and a rollback leaves them with different
-numbers. They share the run's clock. So a whole version consists of a version of the last fragment,
-at a clock S, and of every other fragment's newest version at S or before: version n of each, while
-H stays and nothing is rolled back. It is whole once no fragment can make another by S.
+Fragments make their versions at different times, and a rollback leaves them with different version
+numbers; but all share the run's clock, the global step. So a whole version consists of a version of
+the last fragment, made at global step S, and of the newest version of every other fragment made at
+S or before. While H does not change and nothing is rolled back, that is version n of each fragment.
+A whole version is complete once no fragment can make another version at S or before.
 """
 
 from collections.abc import Sequence
@@ -24,11 +25,11 @@ _NOTHING = Adopted(0, -1, "")
 
 
 class FollowRules(NamedTuple):
-    """The fragments and versions to hand out.
+    """The fragments and versions that a follower hands out.
 
     Attributes:
-        fragments: indexes of the followed fragments, ascending.
-        whole: one version of them all at once; else one fragment at a time.
+        fragments: indices of the followed fragments, ascending.
+        whole: True: one version of all these fragments at once; False: one fragment at a time.
         every: least number of versions between two that are handed out.
         stay_at: the last version to hand out; None: the run's last.
     """
@@ -40,10 +41,10 @@ class FollowRules(NamedTuple):
 
 
 def check_rules(rules: FollowRules, fragments: int) -> None:
-    """Refuses invalid rules.
+    """Refuses invalid rules for a run with this number of fragments.
 
     Raises:
-        ConfigError: nothing is followed, or an option is out of its range.
+        ConfigError: no fragment is followed, or a rule is out of its range.
     """
     if not rules.fragments or not 0 <= min(rules.fragments) <= max(rules.fragments) < fragments:
         raise ConfigError(f"fragments {rules.fragments}: the run has 0 to {fragments - 1}")
@@ -54,12 +55,12 @@ def check_rules(rules: FollowRules, fragments: int) -> None:
 
 
 class HeardRecord(NamedTuple):
-    """A record as a follower keeps it; `record` is None if it cannot be read.
+    """A record as a follower keeps it.
 
     Attributes:
-        record_seq: its stream sequence.
-        stored_at_s: when the tape stored it, seconds since the epoch.
-        record: the fields that lead to a view.
+        record_seq: the record's stream sequence.
+        stored_at_s: when the server stored the record, in seconds since the epoch.
+        record: the record without its entries on learners (`slim`); None: it cannot be read.
     """
 
     record_seq: int
@@ -69,7 +70,16 @@ class HeardRecord(NamedTuple):
 
 @dataclass
 class FollowedFragment:
-    """One fragment: its view, its records from the adopted one on, and the version handed out."""
+    """A fragment of a follower.
+
+    Attributes:
+        index: index of the fragment.
+        view: the view, float32 [elements]; empty before the first.
+        adopted: the record that made the view.
+        history: the fragment's records from the adopted one on, the oldest first.
+        given: the record whose view was handed out last.
+        refused_seq: sequence of the newest record whose view could not be read; 0: none.
+    """
 
     index: int
     view: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
@@ -84,12 +94,12 @@ class FollowedFragment:
         return [one for one in self.history if one.record_seq > self.adopted.record_seq]
 
     def starts_after(self, other: "FollowedFragment") -> bool:
-        """True if this fragment's oldest record is later, by the run's clock, than the other's."""
+        """Returns whether this history begins at a greater global step than the other's."""
         own, its = self.history[0].record, other.history[0].record
         return own is not None and its is not None and own.global_step > its.global_step
 
     def hear(self, heard: HeardRecord) -> None:
-        """Adds the next record of the tape; one that was added before is ignored."""
+        """Adds the next record of the tape; a record that was added before is ignored."""
         if self.history and heard.record_seq <= self.history[-1].record_seq:
             return
         self.history.append(heard)
@@ -97,7 +107,13 @@ class FollowedFragment:
             del self.history[1 : MOST_WAITING // 2]
 
     def adopt(self, newest: HeardRecord, record: wire.Record, view: np.ndarray) -> None:
-        """Adopts the view of one of the fragment's records."""
+        """Sets the view, and drops older records than the one that made it.
+
+        Args:
+            newest: the record up to which the view is current.
+            record: the content of `newest`.
+            view: the view, float32 [elements].
+        """
         self.view = view
         self.adopted = Adopted(newest.record_seq, record.version, record.view_digest)
         self.history = [one for one in self.history if one.record_seq >= newest.record_seq]
@@ -119,13 +135,13 @@ def choose_whole(
     ended: bool,
     most: int | None = None,
 ) -> tuple[HeardRecord, ...] | None:
-    """Chooses the newest whole version: a record of each history, in order; None if there is none.
+    """Returns the newest complete whole version: a record of each fragment; None if there is none.
 
     Args:
-        histories: each fragment's records, oldest first.
-        settings: the run's settings now.
-        ended: the run has ended: the newest version of each fragment is its last.
-        most: the greatest allowed version of the last fragment.
+        histories: each fragment's records, the oldest first.
+        settings: the run's present settings.
+        ended: whether the run has ended: then each fragment's newest version is its last.
+        most: the greatest allowed version of the last fragment; None: no limit.
     """
     lives = [_since_rollback(one) for one in histories]
     if not all(lives):
@@ -160,9 +176,9 @@ def _newest_at(life: Sequence[HeardRecord], clock: int) -> HeardRecord | None:
 
 
 def following(settings: RunSettings, newest: HeardRecord) -> float:
-    """Returns the run's clock at a fragment's next version; infinite if there is none.
+    """Returns the global step of a fragment's next version; infinite if `newest` is its last.
 
-    At the run's last step a fragment may have several versions, until one is its final one.
+    At the run's last step a fragment may make several versions, of which one is marked as final.
     """
     record = _record(newest)
     clock = next_step(settings.sync.rhythm(record.fragment), record.global_step)

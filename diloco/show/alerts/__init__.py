@@ -1,1 +1,1 @@
-"""`diloco watch`: sends a run's problems to people, with no service but a webhook."""
+"""`diloco watch`: tells people of a run's problems, on the terminal and by a webhook."""

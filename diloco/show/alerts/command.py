@@ -14,7 +14,7 @@ app = group()
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """Options on watching a run."""
+    """The options of `diloco watch` that the loop of checks needs."""
 
     severity: Annotated[
         Literal["warning", "error"],

@@ -1,8 +1,7 @@
-"""Turns the findings of repeated checks into alerts that fire and resolve once. Pure.
+"""Turns the findings of repeated checks into alerts that fire once and resolve once. Pure.
 
-An alert has a subject and a runbook, such as "learner a" and runbooks/lagging-learner.md: all
-findings with both are one alert. Its sentences may change from check to check, as the seconds in
-them do.
+All findings with the same subject and runbook, such as "learner a" and runbooks/lagging-learner.md,
+are one alert. The alert's sentences may change from check to check, such as by the seconds in them.
 """
 
 import hashlib
@@ -28,9 +27,11 @@ class Alert:
     """One problem of one subject.
 
     Attributes:
-        severity: the worst of its findings.
+        about: the subject, as `Finding.about`.
+        runbook: path of the runbook; "": none.
+        severity: the worst severity of the alert's findings.
         sentences: the findings' sentences; `advice`: what to do.
-        since_s: when it was first seen, seconds since the epoch.
+        since_s: when the problem was first seen, in seconds since the epoch.
     """
 
     about: str
@@ -42,23 +43,30 @@ class Alert:
 
     @property
     def key(self) -> Key:
-        """The key that all findings of one alert share."""
+        """Subject and runbook, which identify the alert within a run at a time."""
         return self.about, self.runbook
 
     def id(self, run: str) -> str:
-        """Returns the id in all messages of one alert, firing or resolved: 32 hex digits."""
+        """Returns the id that all messages on this alert have, firing or resolved: 32 hex digits.
+
+        An alert on the same problem of run `run` at a later time has another id.
+        """
         text = "\0".join((run, *self.key, f"{self.since_s:.3f}"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class Notice(NamedTuple):
-    """A message to people about an alert; `ended_s` is None while the alert fires."""
+    """A message to people about an alert.
+
+    Attributes:
+        ended_s: when the problem was gone, in seconds since the epoch; None: the alert fires.
+    """
 
     alert: Alert
     ended_s: float | None = None
 
     def body(self, run: str) -> dict[str, Any]:
-        """Returns the notice as the JSON object that is posted."""
+        """Returns the JSON object that is posted to a webhook; `run` is the run's name."""
         alert, ended_s = self.alert, self.ended_s
         return {
             "version": VERSION,
@@ -76,7 +84,7 @@ class Notice(NamedTuple):
         }
 
     def line(self, run: str) -> str:
-        """Returns the notice as one line of text."""
+        """Returns the notice as one line of text; `run` is the run's name."""
         alert, told = self.alert, "; ".join(self.alert.sentences)
         about = f"run {run}, {alert.about}"
         if self.ended_s is not None:
@@ -100,11 +108,12 @@ class _Seen:
 
 @dataclass
 class AlertLedger:
-    """The alerts that were seen, and those that were reported.
+    """The alerts that were seen, and which of these were reported.
 
     Args:
-        hold_s: seconds after which a problem that persists fires, and one that is gone resolves.
-        least: findings below this severity are ignored.
+        hold_s: an alert fires once its problem has lasted this many seconds, and resolves once the
+            problem has been gone for as many.
+        least: alerts below this severity are ignored.
     """
 
     hold_s: float = 0.0
@@ -114,12 +123,14 @@ class AlertLedger:
     def look(
         self, findings: Iterable[Finding], now_s: float, *, blind: bool = False
     ) -> list[Notice]:
-        """Takes the findings of a check; returns the notices to send, also of a risen severity.
+        """Takes the findings of a check; returns the notices to send.
+
+        There is a notice if an alert fires or resolves, and if its severity rises to error.
 
         Args:
-            findings: those of the check.
-            now_s: its time, seconds since the epoch.
-            blind: the check could not see everything: alerts without a finding may still hold.
+            findings: the findings of the check.
+            now_s: the time of the check, in seconds since the epoch.
+            blind: whether the check could not see the whole run: then no alert resolves.
         """
         found = alerts(findings, now_s)
         notices = []
@@ -149,20 +160,23 @@ class AlertLedger:
         return [Notice(seen.alert, seen.gone_s)] if seen.told else []
 
     def end(self, now_s: float) -> list[Notice]:
-        """Resolves all firing alerts, since the run has ended; returns the notices."""
+        """Resolves all firing alerts at `now_s`, since the run has ended; returns the notices."""
         told = [seen.alert for seen in self._seen.values() if seen.told]
         self._seen.clear()
         return [Notice(alert, now_s) for alert in told]
 
     def firing(self) -> list[Alert]:
-        """Returns the alerts that were reported as firing and not as resolved."""
+        """Returns the alerts that were reported as firing, and not yet as resolved."""
         return [seen.alert for seen in self._seen.values() if seen.told]
 
     def restore(self, told: Iterable[Mapping[str, Any]]) -> None:
-        """Restores the alerts that another process has reported, from the fields of each.
+        """Restores the alerts that an earlier process has reported as firing.
+
+        Args:
+            told: the fields of each alert, by name.
 
         Raises:
-            KeyError, TypeError, ValueError: the fields are not those of alerts.
+            KeyError, TypeError, ValueError: the fields are not those of `Alert`.
         """
         for fields in told:
             typed = {"sentences": tuple(fields["sentences"]), "since_s": float(fields["since_s"])}
@@ -171,7 +185,10 @@ class AlertLedger:
 
 
 def alerts(findings: Iterable[Finding], now_s: float) -> Mapping[Key, Alert]:
-    """Groups findings of at least a warning into alerts, one for each subject and runbook."""
+    """Groups findings into alerts, one for each subject and runbook, first seen at `now_s`.
+
+    Findings below a warning are left out. Returns the alerts by key.
+    """
     found: dict[Key, Alert] = {}
     for one in findings:
         if one.severity != "warning" and one.severity != "error":

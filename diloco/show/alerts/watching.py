@@ -1,7 +1,8 @@
-"""`diloco watch`: follows a run, judges it as status and doctor do, and reports what is new.
+"""`diloco watch`: follows a run, makes findings as status and doctor do, and reports alerts.
 
-It reads the bus and the store, and needs neither Prometheus nor a daemon of the run. While NATS is
-unreachable, it reports that. Alerts go to the terminal, and to a webhook if there is one.
+The command reads the bus and the store, and needs neither Prometheus nor a daemon of the run. That
+NATS or the store is unreachable is an alert too. Alerts go to the terminal, and to a webhook if
+there is one.
 """
 
 import asyncio
@@ -50,11 +51,15 @@ ASKED_S = 3.0
 
 
 def try_webhook(target: str, url: str | None) -> int:
-    """Posts a test alert, and its end, to the webhook; returns the exit status.
+    """Posts a test alert to the webhook, as firing and as resolved; returns the exit status.
+
+    Args:
+        target: RUN, whose name is in the alert.
+        url: URL of the webhook; None: the one of the environment.
 
     Raises:
         ConfigError: there is no webhook.
-        WebhookError: the receiver does not take them.
+        WebhookError: the receiver does not accept the messages.
     """
     found, run, now_s = find_webhook(url), run_config(target).run.name, time.time()
     if found is None:
@@ -72,10 +77,10 @@ def try_webhook(target: str, url: str | None) -> int:
 
 
 def find_webhook(url: str | None) -> Webhook | None:
-    """Returns the webhook at `url`, or that of the environment; None without either.
+    """Returns the webhook at `url`, else that of DILOCO_WEBHOOK_URL; None without either.
 
     Raises:
-        ConfigError: the text is not a URL of HTTP.
+        ConfigError: the URL is not one of HTTP.
     """
     from_environment, token = webhook_of_environment()
     chosen = url or from_environment
@@ -83,7 +88,10 @@ def find_webhook(url: str | None) -> Webhook | None:
 
 
 def watch_run(target: str, options: "WatchOptions", url: str | None, *, json: bool) -> int:
-    """Watches a run until it ends or a signal comes; returns 1 if alerts were not delivered.
+    """Watches a run until it ends or a signal comes; returns the exit status.
+
+    The status is 1 if alerts were not delivered to the webhook. The arguments are those of
+    `diloco watch`; `url` is the webhook's.
 
     Raises:
         DilocoError: there is no such run, or the webhook's URL is invalid.
@@ -121,7 +129,7 @@ async def _watch(
 
 
 async def _until_asked(watcher: "Watcher") -> bool:
-    """Watches until the run ends or a signal comes; returns whether the run has ended."""
+    """Runs the watcher until the run ends or a signal comes; returns whether the run has ended."""
     loop, asked = asyncio.get_running_loop(), asyncio.Event()
     on_signals(lambda: loop.call_soon_threadsafe(asked.set))
     work, stop = asyncio.ensure_future(watcher.run()), asyncio.ensure_future(asked.wait())
@@ -152,10 +160,11 @@ class Watcher:
     """Watches a run until it ends.
 
     Args:
-        target: RUN, as the command takes it.
-        options: the interval, and the file through which the next process learns which alerts fire.
-        tell: is called with each notice.
-        runtime: has the clock.
+        target: RUN, as `diloco.run.cli.opening` defines it.
+        options: intervals, least severity, and the file in which firing alerts are kept for the
+            next process.
+        tell: called with each notice.
+        runtime: gives the time, and random numbers for intervals.
     """
 
     def __init__(
@@ -178,7 +187,9 @@ class Watcher:
         """Watches the run until its end.
 
         Raises:
-            DilocoError: there is no such run, and there was none when the watch began.
+            ConfigError: the file of kept alerts is not one of this command's.
+            DilocoError: there is no such run; a run that was there before counts as lost, which is
+                an alert.
         """
         self._restore()
         ended = await self._until_away()
@@ -188,7 +199,7 @@ class Watcher:
         self._say(self._ledger.end(self._runtime.clock()))
 
     async def _until_away(self) -> bool:
-        """Watches until the run ends, or bus or store are unreachable; returns whether it ended."""
+        """Watches until the run ends (returns True), or cannot be reached (returns False)."""
         try:
             async with open_run(self._target, name="watch", reads=True) as opened:
                 watch = Watch(opened.context)
@@ -226,7 +237,7 @@ class Watcher:
             await cancel(following, examining)
 
     async def _examine(self) -> None:
-        """Runs the doctor at intervals; sooner while it reports problems."""
+        """Makes the doctor's findings at intervals, which are shorter while there are problems."""
         while self._options.doctor_s:
             report = await examine(self._target)
             if not is_blind(report.findings):
@@ -238,7 +249,7 @@ class Watcher:
         await asyncio.Event().wait()
 
     def look(self, findings: Sequence[Finding]) -> None:
-        """Sends a notice of each alert that the findings of a check begin, worsen or end."""
+        """Passes the findings of a check to the alerts, and sends the notices that follow."""
         now_s = self._runtime.clock()
         if is_blind(findings):
             # A check that cannot see the run shows neither silent learners nor problems that ended.
@@ -257,10 +268,10 @@ class Watcher:
             part.replace(self._kept)
 
     def _restore(self) -> None:
-        """Restores the alerts that the process before has reported.
+        """Restores the firing alerts that an earlier process has kept in the file, if there is one.
 
         Raises:
-            ConfigError: the file is not one of this command's.
+            ConfigError: the file is not one that this command writes.
         """
         if self._kept is None or not self._kept.exists():
             return
@@ -274,7 +285,7 @@ class Watcher:
 
 
 def is_blind(findings: Sequence[Finding]) -> bool:
-    """True if the findings come from a check that could not see the run."""
+    """Returns whether the findings are of a check that could not reach bus, store or run."""
     return any(one.runbook in AWAY and one.severity == "error" for one in findings)
 
 

@@ -1,7 +1,7 @@
-"""Posts alerts to a webhook: in their order, with retries until the receiver has taken each.
+"""Posts alerts to a webhook: in their order, each with retries until the receiver accepts it.
 
-The URL is a secret: the URL of a chat service's webhook lets anybody write there. Sentences and
-logs show the URL's host alone.
+The URL is a secret, since whoever has the URL of a chat service's webhook can write to the chat.
+Messages and logs show only the URL's host.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class WebhookAwayError(WebhookError):
 
 
 class _Bearer(requests.auth.AuthBase):
-    """A bearer token, or none: keeps `requests` from searching credentials in ~/.netrc."""
+    """Authenticates by a bearer token; without one, keeps `requests` from reading ~/.netrc."""
 
     def __init__(self, token: str | None) -> None:
         self._token = token
@@ -47,11 +47,14 @@ class _Bearer(requests.auth.AuthBase):
 
 
 class Webhook:
-    """The address to which alerts are sent.
+    """The address to which alerts are posted.
 
     Args:
-        url: takes POST; user and password in it are sent by basic authentication.
-        token: sent as a bearer token, if there is one.
+        url: URL that takes POST; user and password in the URL are sent by basic authentication.
+        token: a bearer token, which is sent instead of user and password; None: none.
+
+    Attributes:
+        host: the URL's host, which messages may show.
 
     Raises:
         ConfigError: `url` is not a URL of HTTP.
@@ -69,10 +72,11 @@ class Webhook:
             self._auth = requests.auth.HTTPBasicAuth(urllib.parse.unquote(user), secret)
 
     def post(self, document: dict[str, Any]) -> None:
-        """Posts one message.
+        """Posts a document as JSON; blocks for `TIMEOUT_S` at most.
 
         Raises:
-            WebhookError: the receiver did not take it.
+            WebhookAwayError: the receiver does not answer, or cannot take messages now.
+            WebhookError: the receiver refuses the message.
         """
         try:
             answer = requests.post(
@@ -117,12 +121,12 @@ def _parts(url: str) -> urllib.parse.SplitResult:
 
 
 class Outbox:
-    """The notices that wait to be posted to a webhook.
+    """Posts notices to a webhook, one after the other; made within an event loop.
 
     Args:
-        webhook: takes them.
-        run: name of the run that they are about.
-        runtime: gives the jitter of retries.
+        webhook: the webhook.
+        run: name of the run that the notices are about.
+        runtime: retries, and calls the webhook in a thread.
     """
 
     def __init__(self, webhook: Webhook, run: str, runtime: Runtime) -> None:
@@ -135,7 +139,7 @@ class Outbox:
         self._undelivered = 0
 
     def add(self, notice: Notice) -> None:
-        """Queues a notice behind those that wait; with too many, the oldest is dropped."""
+        """Queues a notice; if `MOST` wait already, the oldest is dropped and never delivered."""
         if self._waiting.full():
             self._waiting.get_nowait()
             self._waiting.task_done()
@@ -143,7 +147,7 @@ class Outbox:
         self._undelivered += 1
 
     async def close(self, within_s: float) -> int:
-        """Waits at most `within_s` for deliveries; returns the number of undelivered notices."""
+        """Waits at most `within_s` seconds for deliveries; returns the number not delivered."""
         idle = asyncio.ensure_future(self._waiting.join())
         await asyncio.wait([idle, self._work], timeout=within_s, return_when="FIRST_COMPLETED")
         await cancel(idle, self._work)

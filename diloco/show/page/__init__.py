@@ -1,1 +1,1 @@
-"""A run on one page: served live, or saved as one file."""
+"""The page of a run: served live to browsers, or saved as one HTML file."""

@@ -1,4 +1,8 @@
-"""The figures of a run: builds panels of marks from its numbers. Pure."""
+"""Builds the figures of a run's page from its numbers. Pure.
+
+A figure is a list of panels; a panel has marks (lines, bars, points) over two axes (`svg.py`). If
+there is nothing to show, a figure is an empty list.
+"""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -44,12 +48,16 @@ SPENT = {
 
 
 def loss(shown: Shown) -> list[Panel]:
-    """Returns panels of training and evaluation loss, over time and over tokens."""
+    """Returns panels of the losses of updates and of held-out data, over time and over tokens."""
     return losses({"": shown})
 
 
 def losses(runs: Mapping[str, Shown]) -> list[Panel]:
-    """Returns panels of the losses of several runs by name, each from its own beginning."""
+    """Returns panels of the losses of several runs, each counted from the run's beginning.
+
+    Args:
+        runs: the runs by name; a single run may have the name "".
+    """
     runs = {key: run for key, run in runs.items() if len(run.series.inputs) or run.scores}
     if not runs:
         return []
@@ -80,7 +88,10 @@ def losses(runs: Mapping[str, Shown]) -> list[Panel]:
 
 
 def _slices(run: Shown) -> list[PlotMark]:
-    """Returns marks of slices' held-out losses; if many, of slices furthest above their best."""
+    """Returns a line for each slice of the held-out data, of the loss over time.
+
+    Of many slices, those whose loss is furthest above its lowest have one.
+    """
     losses = {
         name: np.asarray([one.slices.get(name, {}).get("loss", np.nan) for one in run.scores])
         for name in (run.scores[-1].slices if run.scores else {})
@@ -94,7 +105,14 @@ def _slices(run: Shown) -> list[PlotMark]:
 
 
 def _losses(name: str, run: Shown, along: Column, scored: Column, place: int) -> list[PlotMark]:
-    """Returns marks of a run's losses; of several runs, `place` chooses the colour."""
+    """Returns the marks of a run's losses.
+
+    Args:
+        name: name of one of several runs; "": the run is alone, and shown in more detail.
+        run: the run's numbers.
+        along: x of each merged update; `scored`: x of each score.
+        place: number of the run among several, which chooses its colour.
+    """
     inputs = run.series.inputs
     found = binned(along, inputs["loss"])
     scores = np.asarray([score.loss for score in run.scores])
@@ -118,7 +136,7 @@ def _losses(name: str, run: Shown, along: Column, scored: Column, place: int) ->
 
 
 def _clock(runs: Mapping[str, Shown]) -> Axis:
-    """Returns a time axis that all runs share."""
+    """Returns a time axis as long as the longest run."""
     longest = max(runs.values(), key=lambda run: run.span_s)
     return (
         _time(longest)
@@ -128,7 +146,7 @@ def _clock(runs: Mapping[str, Shown]) -> Axis:
 
 
 def _scored_s(run: Shown) -> Column:
-    """Returns when the scored views were made; NaN for those outside of the time axis."""
+    """Returns when the scored versions were made, in seconds since the epoch; NaN: off the axis."""
     at_s = np.asarray([score.at_s for score in run.scores], np.float64)
     # Version 0 precedes the first join; times before a trimmed tape are not on the axis.
     early = at_s < run.begin_s
@@ -140,7 +158,11 @@ def _time(run: Shown) -> Axis:
 
 
 def timeline(shown: Shown) -> list[Panel]:
-    """Returns a panel with a lane for each learner, with marks for versions and merged updates."""
+    """Returns a panel with a lane for each learner, and marks of versions and merged updates.
+
+    A lane shows the learner's states over time (`lanes.py`). Of many learners, those that trained
+    least have one.
+    """
     lanes = numbers.most_troubled(shown.lanes)
     if not lanes:
         return []
@@ -160,7 +182,7 @@ def timeline(shown: Shown) -> list[Panel]:
 
 
 def lanes_of(shown: Shown, lanes: Sequence[Lane]) -> Panel:
-    """Returns a panel of these learners' states over time."""
+    """Returns a panel with these lanes: learners' states over time."""
     names = ["", *(lane.learner for lane in lanes)]
     return Panel(
         marks=_lanes(shown, lanes), x=_time(shown), y=Axis(names=names), width=960,
@@ -169,7 +191,7 @@ def lanes_of(shown: Shown, lanes: Sequence[Lane]) -> Panel:
 
 
 def _lanes(shown: Shown, lanes: Sequence[Lane]) -> list[PlotMark]:
-    """Returns marks of learners' states over time, from row 1 on."""
+    """Returns the marks of lanes, one in each row from row 1 on."""
     marks = []
     for state, look in STATE_LOOKS.items():
         spans = [
@@ -203,14 +225,17 @@ def _versions(shown: Shown) -> PlotMark:
 
 
 def _merged(shown: Shown) -> dict[str, Column]:
-    """Returns when each learner's updates were merged; omits learners with too many of them."""
+    """Returns when each learner's updates were merged (seconds since the epoch), by name.
+
+    Learners with more than `MARKS` merged updates are left out.
+    """
     inputs, names = shown.series.inputs, shown.series.learners
     of_each = numbers.grouped(inputs["learner"], inputs["time_s"], len(names))
     return {name: at_s for name, at_s in zip(names, of_each, strict=False) if at_s.size <= MARKS}
 
 
 def time_spent(shown: Shown) -> list[Panel]:
-    """Returns a panel on how each learner's time was spent."""
+    """Returns a panel of the shares of each learner's time, and of all learners', by use."""
     times = numbers.spent(shown)
     if not times:
         return []
@@ -232,7 +257,7 @@ def time_spent(shown: Shown) -> list[Panel]:
 
 
 def throughput(shown: Shown) -> list[Panel]:
-    """Returns a panel of tokens a second, trained and merged."""
+    """Returns a panel of tokens a second over time: trained, as updates state, and merged."""
     series = shown.series
     if not len(series.updates):
         return []
@@ -241,7 +266,7 @@ def throughput(shown: Shown) -> list[Panel]:
 
 
 def throughputs(runs: Mapping[str, Shown]) -> list[Panel]:
-    """Returns a panel of the tokens a second that several runs merged, by run."""
+    """Returns a panel of merged tokens a second over time, for several runs by name."""
     known = {name: run for name, run in runs.items() if len(run.series.updates)}
     found = {name: _tokens(run, run.series.inputs) for name, run in known.items()}
     return _rates(known, found, format_numbers.count_unit, "tokens per second") if known else []
@@ -253,9 +278,9 @@ def _tokens(shown: Shown, table: Columns) -> Column:
 
 
 def traffic(shown: Shown) -> list[Panel]:
-    """Returns a panel of bytes a second: learners' updates, and versions that learners read.
+    """Returns a panel of bytes a second over time: up, of updates; down, of versions.
 
-    Each version counts once for each learner that was live when it was made.
+    A version counts once for each learner that was live when it was made.
     """
     series, edges_s, rounds_of = shown.series, shown.edges(), shown.series.rounds
     if not len(series.updates):
@@ -271,7 +296,14 @@ def traffic(shown: Shown) -> list[Panel]:
 def _rates(
     runs: Mapping[str, Shown], rates: Mapping[str, Column], unit_of: UnitOf, label: str
 ) -> list[Panel]:
-    """Returns a panel of rates by name, each of the run with that name, or of the only run."""
+    """Returns a panel of rates over time.
+
+    Args:
+        runs: the runs by name; a single run has the name "".
+        rates: a rate in each bin of `Shown.edges`, by name of its run, or of the single run's rate.
+        unit_of: chooses the unit by the greatest rate.
+        label: label of the y axis.
+    """
     unit = unit_of(max(float(values.max()) for values in rates.values()))
     x, marks = _clock(runs), []
     scale = max(runs.values(), key=lambda run: run.span_s).unit.scale
@@ -286,7 +318,11 @@ def _rates(
 
 
 def staleness(shown: Shown) -> list[Panel]:
-    """Returns panels of staleness over time, and of the spread of staleness, inputs, weights."""
+    """Returns panels on the updates that were merged.
+
+    They show staleness over time, and the distributions of staleness, of the number of updates in
+    a round, and of an update's share of its round's weight.
+    """
     inputs = shown.series.inputs
     if not len(inputs):
         return []
@@ -302,7 +338,10 @@ def staleness(shown: Shown) -> list[Panel]:
 
 
 def _shares(values: Column, title: str, label: str) -> Panel:
-    """Returns a panel of the frequency of each whole number, in percent."""
+    """Returns a panel of the frequency of each whole number in `values`, in percent.
+
+    The bar of `MOST` stands for all numbers from `MOST` on.
+    """
     found, counts = np.unique(np.minimum(np.round(values), MOST), return_counts=True)
     percent = 100 * counts / max(values.size, 1)
     shares = bars((found - 0.4, found + 0.4), (0 * percent, percent), "sky")
@@ -311,7 +350,7 @@ def _shares(values: Column, title: str, label: str) -> Panel:
 
 
 def _weights(shown: Shown) -> Panel:
-    """Returns a panel of the share that an update has of its round, by learner."""
+    """Returns a panel of the updates' shares of their round's weight, by learner if few."""
     inputs, learners = shown.series.inputs, shown.series.learners
     share = inputs["weight"] * inputs["discount"]
     row = inputs["round"].astype(np.int64)
@@ -327,12 +366,15 @@ def _weights(shown: Shown) -> Panel:
 
 
 def band(found: Binned) -> PlotMark:
-    """Returns a band that holds the middle 80 % of binned values."""
+    """Returns a band from the 10 % to the 90 % quantile of binned values."""
     return PlotMark(kind="band", x=found.centre, low=found.low, high=found.high)
 
 
 def _quantiles(rows: dict[str, Column], title: str, x: Axis) -> Panel:
-    """Draws each row as a thin bar (5-95 %), a thick one (25-75 %) and a dot at the median."""
+    """Returns a panel of distributions, one in each row: the values of `rows`, by the row's title.
+
+    A row has a thin bar (5-95 %), a thick bar (25-75 %) and a dot at the median.
+    """
     known = [(place, values) for place, values in enumerate(rows.values()) if values.size]
     at = np.asarray([place for place, _ in known], np.float64)
     quantiles = [np.quantile(values, (0.05, 0.25, 0.5, 0.75, 0.95)) for _, values in known]
@@ -348,7 +390,7 @@ def _quantiles(rows: dict[str, Column], title: str, x: Axis) -> Panel:
 
 
 def anatomy(shown: Shown) -> list[Panel]:
-    """Returns panels on the time of a round's stages."""
+    """Returns panels of the seconds of a round's phases (`PHASES`): over time, and quantiles."""
     if not len(shown.series.rounds):
         return []
     lengths = numbers.phases(shown)
@@ -371,7 +413,13 @@ def anatomy(shown: Shown) -> list[Panel]:
 
 
 def rounds(series: TimeSeries, fragments: Sequence[int], at_s: float) -> list[Panel]:
-    """Returns panels of the newest rounds of some fragments, up to a time."""
+    """Returns a panel of the newest rounds of some fragments, with a bar for each phase.
+
+    Args:
+        series: the run's tape.
+        fragments: indices of the fragments, ascending.
+        at_s: the time at the right end of the axis, in seconds since the epoch.
+    """
     rows = series.rounds.newest(ROUNDS * series.fragments)
     quorum_s = np.where(rows["quorum_s"] > 0, rows["quorum_s"], rows["closed_s"])
     known = np.isin(rows["fragment"], fragments)
@@ -393,7 +441,7 @@ def rounds(series: TimeSeries, fragments: Sequence[int], at_s: float) -> list[Pa
 
 
 def agreement(shown: Shown) -> list[Panel]:
-    """Returns panels of the cosines between a round's updates, over time and by learners."""
+    """Returns panels of the cosines between a round's updates: over time, and by two learners."""
     cosines, panels = shown.series.cosines, []
     if len(cosines):
         found = binned(shown.since(cosines["time_s"]), cosines["cosine"], POINTS // 2)
@@ -422,7 +470,10 @@ def _pairs(learners: Sequence[str], cosines: Column) -> Panel:
 
 
 def learner_panels(shown: Shown) -> list[Panel]:
-    """Returns panels of each learner's loss, norm relative to its round, cosine to others."""
+    """Returns panels of learners over time: loss, norm relative to the round's median, cosine.
+
+    The cosine is that to the other learners' updates. Learners are those that stand out most.
+    """
     inputs, learners = shown.series.inputs, shown.series.learners
     if not len(inputs):
         return []
@@ -456,7 +507,7 @@ def _curve(
 
 
 def fragments(shown: Shown) -> list[Panel]:
-    """Returns panels on each fragment: how far learners agree, and how long its updates are."""
+    """Returns panels on each fragment: norms of its updates, and cosines between these."""
     series, count = shown.series, shown.series.fragments
     if not len(series.inputs):
         return []

@@ -1,6 +1,6 @@
-"""Follows a run for its page: reads it once, and draws it once for all browsers.
+"""Follows a run for its live page: reads the tape once, and draws the page once for all browsers.
 
-The server sends every browser the same drawings, so a further browser costs only its bytes.
+The server sends the same drawings to every browser, so a further browser costs only their bytes.
 """
 
 import asyncio
@@ -50,25 +50,25 @@ ANSWER_S = 4.0
 
 
 class ReadingProgress(NamedTuple):
-    """The number of messages of the tape that were read, and about how many there are."""
+    """The progress of reading a tape: the sequences of the last message read and of the newest."""
 
     done: int
     total: int
 
 
 class LiveRun:
-    """The figures that a run's page shows, in memory that does not grow with the updates.
+    """A run that is followed for its page, in memory that does not grow with its updates.
 
     Args:
         context: the run's context.
-        created_s: when the run was created.
-        goes_on: whether more messages may come; False for a file.
-        copied: whether it is read from a file, which its maker may have written.
+        created_s: when the run was created, in seconds since the epoch.
+        goes_on: whether more messages may come; False for a bundle.
+        copied: whether the run is read from a bundle, whose maker may have altered it.
 
     Attributes:
-        series: the tape's columns, condensed.
-        progress: set while the stored tape is read for the first time.
-        failure: why the run is no longer followed.
+        series: the tape as a time series, condensed if it is long.
+        progress: progress of the first reading of the tape; None: that is over.
+        failure: the error for which the run is no longer followed; None: it is followed.
     """
 
     def __init__(
@@ -87,7 +87,10 @@ class LiveRun:
         self.failure: Exception | None = None
 
     async def follow(self) -> None:
-        """Reads the tape, and follows it, until cancelled."""
+        """Reads the tape and the scores, and follows both until the run ends.
+
+        If bus or store are unreachable, tries again. Any other error becomes `failure`.
+        """
         scoring = asyncio.ensure_future(self._follow_scores())
         try:
             while not await self._followed():  # noqa: ASYNC110 - what is away tells nobody
@@ -98,7 +101,7 @@ class LiveRun:
             await cancel(scoring)
 
     async def _followed(self) -> bool:
-        """Follows from the last position; returns False once bus or store are unreachable."""
+        """Follows the tape from the next message on; returns False if bus or store go away."""
         try:
             if self.progress is not None:
                 await self.catch_up()
@@ -113,7 +116,10 @@ class LiveRun:
         return self.series.extent.last_seq + 1
 
     async def status(self) -> RunStatus | None:
-        """Returns the run's status; None until the tape has been read."""
+        """Returns the run's status; None until the tape has been read once.
+
+        If the bus does not answer in time, returns the last known status, marked as not current.
+        """
         if self.progress is not None:
             return None
         try:
@@ -122,14 +128,14 @@ class LiveRun:
             return self._watch.as_it_was()
 
     def shown(self) -> Shown:
-        """Returns the present figures."""
+        """Returns the present numbers for the page's figures."""
         self.series.beats = self._watch.observed.beats
         lanes = make_lanes(self.series)
         return Shown(self.series, lanes, self._scores, copied=self._copied)
 
     @property
     def moved(self) -> tuple[int, int]:
-        """A value that changes when there is something new to draw."""
+        """The numbers of messages and of scores read; if they change, there is more to draw."""
         return self._taken, len(self._scores)
 
     async def catch_up(self) -> None:
@@ -168,12 +174,12 @@ class LiveRun:
 
 @asynccontextmanager
 async def served(run: LiveRun, *, port: int | None, again: str) -> AsyncIterator[str]:
-    """Serves a run's page while the block lasts; yields its address.
+    """Serves a run's page while the block lasts; yields the page's URL.
 
     Args:
         run: the run to show.
-        port: as `serving`.
-        again: the command that shows the page once more, for when this process has ended.
+        port: port on loopback; 0: any free one; None: `DEFAULT_PORT`, or any free one.
+        again: the command that the page names to show it again once this process has ended.
 
     Raises:
         ConfigError: the port is in use.
@@ -188,12 +194,12 @@ async def served(run: LiveRun, *, port: int | None, again: str) -> AsyncIterator
 
 
 class LivePage:
-    """Draws a run's page on a board for as long as a browser has it open.
+    """Follows a run, and writes its page to a board while a browser has the page open.
 
     Args:
-        board: where it is drawn.
+        board: the contents of the page.
         run: the run to show.
-        again: as `served`.
+        again: as in `served`.
     """
 
     def __init__(self, board: Board, run: LiveRun, again: str) -> None:
@@ -218,7 +224,7 @@ class LivePage:
             await cancel(following)
 
     async def _try_to_show(self) -> None:
-        """Draws the run; on an error, says so on the page and leaves its figures as they were."""
+        """Draws the page; on an error, shows the error and leaves the figures as they were."""
         try:
             await self._show()
         except Exception as error:  # noqa: BLE001 - told on the page, and tried again
@@ -241,7 +247,7 @@ class LivePage:
         self._next_s = began_s + max(FIGURES_S, (time.monotonic() - began_s) / SHARE)
 
     def _say(self, status: RunStatus | None, failure: Exception | None) -> None:
-        """Sets the page's own status: a word, and a sentence if it needs one."""
+        """Sets the status at the page's head: a word, and a sentence if there is more to say."""
         kind, word, sentence = "", "reading the tape", ""
         as_of_s = self._run.context.runtime.clock()
         if status is not None:
@@ -260,7 +266,7 @@ class LivePage:
 
 
 def run_dashboard(target: str | None, port: int | None) -> None:
-    """Serves RUN's page until Ctrl-C or SIGTERM; arguments as the command's options.
+    """Serves RUN's page until Ctrl-C or SIGTERM; arguments as of `diloco dashboard`.
 
     Raises:
         DilocoError: no such run; bus or store are unreachable; the port is in use.
@@ -290,7 +296,7 @@ async def _only_run() -> str:
     """Returns the name of the only run on the bus.
 
     Raises:
-        ConfigError: there is none, or several.
+        ConfigError: the bus has no run, or several.
         BusError: the bus is unreachable, or does not let this user list runs.
     """
     found = [line.run for line in await read_runs(placed("unnamed", stored=False).bus)]

@@ -1,7 +1,8 @@
-"""A page as HTML: its sections, and one file of them that needs no network. Pure.
+"""Makes HTML pages of sections, and writes them to files.
 
-A served page and a saved one have the same sections. Scripts and styles come from the server, or
-lie within the file, under a policy that names each by its hash.
+A served page and a saved one have the same sections. Scripts and styles of a served page come from
+the server. Those of a saved page are in the file, with a Content-Security-Policy that allows only
+their hashes; so a saved page needs no network.
 """
 
 import base64
@@ -38,9 +39,16 @@ def section(
     body: Markup = NOTHING,
     nothing: str = "Nothing yet.",
 ) -> Markup:
-    """Returns a part of the page: a figure of panels, a table, or finished markup.
+    """Returns a section of the page: a heading, then what is given of `body`, figure and table.
 
-    The text `nothing` replaces the figure if `panels` is empty.
+    Args:
+        key: the section's id in the page.
+        title: the heading.
+        note: text below the heading; left out if `panels` is empty.
+        panels: the panels of the figure; None: no figure.
+        table: the table; None: no table.
+        body: finished markup.
+        nothing: text in place of the figure if `panels` is empty.
     """
     head = element("h2", {"id": f"{key}-title"}, title)
     parts = [element("div", {"class": "head"}, head, _saves(title)) if panels else head]
@@ -98,7 +106,13 @@ def _table(title: str, table: SummaryTable) -> Markup:
 
 
 def saved_page(title: str, about: Markup, sections: Iterable[Markup]) -> str:
-    """Returns a page as one file, which loads nothing and runs only the script that it contains."""
+    """Returns an HTML page that loads nothing, and runs only the scripts that it contains.
+
+    Args:
+        title: title and heading of the page.
+        about: markup in the page's head, below the heading.
+        sections: the sections, in their order.
+    """
     style, theme, script = (asset(name) for name in ("page.css", "theme.js", "page.js"))
     policy = (
         f"default-src 'none'; img-src data: blob:; style-src {_hash(style)}; "
@@ -113,7 +127,13 @@ def saved_page(title: str, about: Markup, sections: Iterable[Markup]) -> str:
 
 
 def whole(title: str, head: Markup, header: Markup, main: Markup, end: Markup = NOTHING) -> str:
-    """Returns an HTML document."""
+    """Returns an HTML document with the heading `title` and the choice of a theme.
+
+    Args:
+        title: title and heading of the page.
+        head: markup of the element `head`; `header`, `main`: of these elements.
+        end: markup after `main`.
+    """
     meta = joined(
         element("meta", {"charset": "utf-8"}),
         head,
@@ -145,17 +165,17 @@ def _hash(text: str) -> str:
 
 
 def asset(name: str) -> str:
-    """Returns the text of one of the page's own files."""
+    """Returns the text of a file in the folder `assets`, such as page.css."""
     return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def write_figure(title: str, panels: Sequence[Panel], path: Path) -> None:
-    """Writes a page of one figure; errors as `write`."""
+    """Writes an HTML page with one figure to `path`; errors as `write`."""
     write(path, saved_page(title, NOTHING, [section("figure", "Figure", panels=panels)]))
 
 
 def write_curves(title: str, marks: Sequence[PlotMark], y: str, path: Path) -> None:
-    """Writes a page of curves over the run's clock; errors as `write`.
+    """Writes an HTML page with curves over the global step; errors as `write`.
 
     Args:
         title: title of the page.
@@ -171,7 +191,7 @@ def check_name(path: Path | None) -> None:
     """Refuses a file name that does not end in .html; None is allowed.
 
     Raises:
-        ConfigError: it does not end in .html.
+        ConfigError: the name does not end in .html.
     """
     if path is not None and path.suffix != ".html":
         raise ConfigError(
@@ -181,10 +201,10 @@ def check_name(path: Path | None) -> None:
 
 
 def write(path: Path, html: str) -> Path:
-    """Writes a page; returns its path.
+    """Writes an HTML page, and makes its folder if it is missing; returns `path`.
 
     Raises:
-        ConfigError: it cannot be written, or its name does not end in .html.
+        ConfigError: the file cannot be written, or its name does not end in .html.
     """
     check_name(path)
     try:

@@ -1,4 +1,4 @@
-"""The sections of a run's page, each by its name there. Pure.
+"""Makes the sections of a run's page, by their ids in the page. Pure.
 
 No section grows with the fleet or the run: long lists are cut, and state their full length.
 """
@@ -26,7 +26,13 @@ ALERTS, FRAGMENTS, LEARNERS = 20, 24, 40
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of the page: its title and caption, and its panels, if there are any."""
+    """A figure of the page.
+
+    Attributes:
+        key: id of the figure's section.
+        panels: returns the figure's panels; none if there is nothing to show.
+        nothing: text in place of an empty figure.
+    """
 
     key: str
     title: str
@@ -114,7 +120,7 @@ Sections = dict[str, Markup]
 
 
 def skeleton(run: str) -> str:
-    """Returns a served page whose sections are still empty."""
+    """Returns the HTML of a served page, whose sections are empty until its script fills them."""
     head = joined(
         element("link", {"rel": "stylesheet", "href": "/page.css"}),
         element("script", {"src": "/theme.js"}),
@@ -132,9 +138,12 @@ def skeleton(run: str) -> str:
 
 
 def now(status: RunStatus, series: TimeSeries, *, served: bool = True) -> Sections:
-    """Returns the sections on a run's present state, or the last that the bus gave.
+    """Returns the sections on a run's present state: progress, alerts and newest rounds.
 
-    Only a served page has runbooks to which alerts can link.
+    Args:
+        status: the run's present status, or the last known one.
+        series: the run's tape.
+        served: whether the page is served, so that alerts can link to runbooks.
     """
     # The rounds of a run that has ended stay the newest.
     until_s = series.ends_s if status.state == "ended" else status.as_of_s
@@ -218,7 +227,7 @@ def _fragments(found: Sequence[FragmentStatus]) -> SummaryTable:
 
 
 def figures(shown: Shown) -> Sections:
-    """Returns a run's figures and tables, except the learners' table."""
+    """Returns the sections with a run's figures and tables, except the learners' table."""
     about = [element("p", {"class": "note"}, summary.subtitle(shown))]
     about += [element("p", {"class": "warning"}, text) for text in summary.warnings(shown)]
     parts = {"about": element("div", {"id": "about"}, *about), "facts": _facts(shown)}
@@ -261,11 +270,11 @@ def _sample(score: wire.Score) -> Markup:
 
 
 class Learners:
-    """The learners' section of a served page: some learners to a page, searched by name.
+    """Makes the learners' section of a served page: `LEARNERS` learners at a time, found by name.
 
     Args:
-        shown: the figures.
-        status: the state of the run.
+        shown: the numbers of the run.
+        status: the status of the run.
     """
 
     def __init__(self, shown: Shown, status: RunStatus) -> None:
@@ -275,7 +284,14 @@ class Learners:
         self._lanes = {lane.learner: lane for lane in shown.lanes}
 
     def __call__(self, page: int, find: str) -> Markup:
-        """Returns a page of the learners with `find` in their names; with lanes if many."""
+        """Returns the section with one page of the learners whose names contain `find`.
+
+        With more than `LANES` learners in the run, the section also has the lanes of those shown.
+
+        Args:
+            page: number of the page, from 0; a number beyond the last page gives the last.
+            find: text to find, in upper or lower case.
+        """
         rows = [row for row in self._table.rows if find.casefold() in row[0].casefold()]
         pages = max(1, math.ceil(len(rows) / LEARNERS))
         page = min(max(page, 0), pages - 1)
@@ -292,7 +308,13 @@ class Learners:
 def learners(
     table: SummaryTable, tools: Markup = NOTHING, panels: Sequence[Panel] | None = None
 ) -> Markup:
-    """Returns the learners' section of a page."""
+    """Returns the learners' section of a page.
+
+    Args:
+        table: the table of learners.
+        tools: markup above the table, to search and to turn pages.
+        panels: panels of the learners' lanes; None: none.
+    """
     note = (
         "Step time, loss and norm are medians. Sync stall: share of its time that synchronization "
         "took from training, as the newest life's heartbeats say."

@@ -1,16 +1,17 @@
 """Each learner's states over time, from the tape: training, stalled, down, catching up, or away.
 
-The tape has joins, leaves, and with every update the learner's place in its data. So a life's
-progress is known between its updates, and its usual pace is the median of the updates' step times.
+The tape has joins and leaves, and each update states the learner's data position. So the steps
+between two updates of a life (an incarnation) are known. The learner's usual pace is one step in
+the median step time that its updates state. Time is cut into short stretches:
 
-- *training*: progress at half the usual pace or better.
-- *stalled*: slower, though alive; a pause, or a machine that is busy with something else.
-- *down*: a life ended without a leave; until the next one joins, or the run ends.
+- *training*: steps at half the usual pace or more.
+- *stalled*: fewer steps, though the learner is alive: a pause, or a machine busy with other work.
+- *down*: a life ended without a leave, and no other has joined since.
 - *catching up*: alive, but no update of this life is merged yet.
-- *away*: left cleanly, or not joined yet.
+- *away*: left in order, or not joined yet.
 
-Updates that could not be announced in an outage come late and at once: progress beyond what fits
-into a stretch of time is attributed to the stretches before it.
+Updates that could not be announced in an outage arrive late and all at once: steps beyond those
+that fit into a stretch are attributed to the stretches before it.
 """
 
 import itertools
@@ -33,7 +34,7 @@ STATES = ("training", "catching up", "stalled", "down")
 
 
 class StateSpan(NamedTuple):
-    """A stretch of time in one state of `STATES`."""
+    """A span of time in one state of `STATES`, in seconds since the epoch."""
 
     begin_s: float
     end_s: float
@@ -42,14 +43,14 @@ class StateSpan(NamedTuple):
 
 @dataclass
 class Lane:
-    """One learner's time.
+    """One learner's states over time; times are seconds since the epoch.
 
     Attributes:
-        spans: in order, without overlap; the learner was away between them.
+        spans: the spans in order, without overlap; the learner was away between these.
         kills: when lives ended without a leave.
-        joins: when lives began, if within the time shown; `lives` counts all.
-        step_s: usual time of a step, 0 if unknown.
-        steps: steps whose work was announced, over all lives.
+        joins: when lives joined, if within the time shown; `lives`: number of all lives.
+        step_s: usual seconds of a step; 0: unknown.
+        steps: inner steps that the updates of all lives cover.
     """
 
     learner: str
@@ -61,13 +62,13 @@ class Lane:
     steps: float
 
     def seconds(self, state: str) -> float:
-        """Returns the seconds spent in a state."""
+        """Returns the seconds spent in one of `STATES`."""
         return sum(span.end_s - span.begin_s for span in self.spans if span.state == state)
 
 
 @dataclass
 class _Updates:
-    """A learner's updates, in order of time."""
+    """A learner's updates, in order of time: columns of `TimeSeries.updates`."""
 
     incarnation: Column
     time_s: Column
@@ -118,7 +119,10 @@ def _lane(
 
 
 def _shown(series: TimeSeries, life: Incarnation) -> Incarnation:
-    """Returns the part of a life that the tape still has; before it, it counts as caught up."""
+    """Returns a life as if it had joined where the time series begins, if it joined before that.
+
+    If an update of the life was merged at all, the life counts as caught up from there on.
+    """
     begins_s = series.begins_s
     if life.joined_s >= begins_s:
         return life
@@ -130,7 +134,17 @@ def _shown(series: TimeSeries, life: Incarnation) -> Incarnation:
 def _end_of(
     series: TimeSeries, life: Incarnation, times_s: Column, following: Incarnation | None
 ) -> float:
-    """Returns when a life was last heard of; now, if it is alive."""
+    """Returns when a life ended (seconds since the epoch).
+
+    It is the time of its leave; else that of its last message; or the end of the series, if the
+    life is alive.
+
+    Args:
+        series: the run's tape.
+        life: the life.
+        times_s: when each of the life's updates was announced.
+        following: the learner's next life; None: there is none.
+    """
     if life.left_s is not None:
         return min(life.left_s, following.joined_s) if following else life.left_s
     last_s = max(life.joined_s, float(times_s.max(initial=0.0)))
@@ -149,7 +163,15 @@ def _alive(
     ends_s: float,
     step_s: float,
 ) -> list[StateSpan]:
-    """Returns the spans of a life from its join on; `step_s`: usual time of a step."""
+    """Returns the spans of a life from its join to its end.
+
+    Args:
+        life: the life.
+        updates: the learner's updates.
+        mine: which of these updates are the life's, bool [updates].
+        ends_s: when the life ended.
+        step_s: usual seconds of a step; 0: unknown.
+    """
     width_s = ends_s - life.joined_s
     if width_s <= 0:
         return []
@@ -177,7 +199,10 @@ def _progress(
     edges_s: Column,
     ends_s: float,
 ) -> Column:
-    """Returns the data positions at the edges' times, in batches; interpolated between updates."""
+    """Returns the life's data position, in batches, at the times `edges_s`.
+
+    It is interpolated between updates; after the last update, the life's mean pace is assumed.
+    """
     times_s, positions = updates.time_s[mine], np.maximum.accumulate(updates.position[mine])
     first = float((updates.position[mine] - updates.steps[mine]).min())
     times_s = np.concatenate([[life.joined_s], times_s])
@@ -194,7 +219,13 @@ def _progress(
 
 
 def _carry_back(worked_s: Column, length_s: Column) -> Column:
-    """Returns the share of each stretch that was worked; a surplus moves to earlier stretches."""
+    """Returns the share of each stretch that was worked, 0 to 1.
+
+    Args:
+        worked_s: seconds of work that were attributed to each stretch; what exceeds the stretch
+            moves to the stretches before it.
+        length_s: seconds of each stretch.
+    """
     share, surplus_s = np.zeros_like(worked_s), 0.0
     for index in range(len(worked_s) - 1, -1, -1):
         here_s = worked_s[index] + surplus_s
@@ -204,7 +235,7 @@ def _carry_back(worked_s: Column, length_s: Column) -> Column:
 
 
 def _joined(spans: list[StateSpan]) -> list[StateSpan]:
-    """Returns the spans, with neighbours in the same state joined."""
+    """Returns the spans, with adjacent spans of equal state joined."""
     found: list[StateSpan] = []
     for span in spans:
         if found and found[-1].state == span.state:

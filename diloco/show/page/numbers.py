@@ -1,4 +1,4 @@
-"""The numbers behind the figures of a run. Pure."""
+"""Computes the numbers that the figures of a run show. Pure."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,7 +25,13 @@ PHASES = ("wait", "open", "grace", "merge", "publish")
 
 
 class Binned(NamedTuple):
-    """Values in bins along x: centres, quantiles and means of those bins that hold any."""
+    """Values y in bins along x; each column is float64 [bins], without empty bins.
+
+    Attributes:
+        centre: mean x of the bin's values.
+        low, middle, high: 10 %, 50 % and 90 % quantiles of the bin's values.
+        mean: mean of the bin's values.
+    """
 
     centre: Column
     low: Column
@@ -35,9 +41,9 @@ class Binned(NamedTuple):
 
 
 def binned(x: Column, y: Column, bins: int = POINTS) -> Binned:
-    """Computes 10 %, 50 % and 90 % quantiles of `y` in bins of equal numbers of values along `x`.
+    """Returns quantiles and means of `y` in bins along `x`, each with about as many values.
 
-    There are at most `bins`, and fewer if a bin would hold less than a dozen values.
+    There are at most `bins` bins, and fewer if a bin would have less than `FEWEST` values.
     """
     order = np.argsort(x, kind="stable")
     count = int(np.clip(len(order) // FEWEST, 1, bins))
@@ -50,14 +56,28 @@ def binned(x: Column, y: Column, bins: int = POINTS) -> Binned:
 
 
 def grouped(keys: Column, values: Column, count: int) -> list[Column]:
-    """Groups values by their keys, 0 to `count` - 1; each group keeps its order."""
+    """Returns the values with key 0, those with key 1, ... up to `count` - 1, each in order.
+
+    Args:
+        keys: the key of each value.
+        values: the values.
+        count: the number of keys, and of groups.
+    """
     order = np.argsort(keys, kind="stable")
     return np.split(values[order], np.searchsorted(keys[order], np.arange(1, count)))
 
 
 @dataclass
 class Shown:
-    """The numbers that figures show; `copied`: from a file, which its maker may have altered."""
+    """The numbers of a run that its figures show.
+
+    Attributes:
+        series: the run's tape.
+        lanes: each learner's states over time.
+        scores: scores on held-out data, in order of time.
+        pairs: cosines between learners' updates; None: not computed.
+        copied: whether the run is read from a bundle, whose maker may have altered it.
+    """
 
     series: TimeSeries
     lanes: list[Lane]
@@ -67,12 +87,12 @@ class Shown:
 
     @cached_property
     def begin_s(self) -> float:
-        """The time at which time axes begin."""
+        """When time axes begin, in seconds since the epoch."""
         return self.series.begins_s
 
     @cached_property
     def span_s(self) -> float:
-        """The length of time axes."""
+        """The length of time axes in seconds."""
         return max(self.series.ends_s - self.begin_s, 1e-3)
 
     @property
@@ -87,11 +107,15 @@ class Shown:
         return f"time since the {since} ({self.unit.name})"
 
     def since(self, times_s: Column) -> Column:
-        """Converts times in seconds since the epoch to places on the time axis."""
+        """Converts seconds since the epoch to the time axis: since its beginning, in its unit."""
         return (times_s - self.begin_s) / self.unit.scale
 
     def edges(self) -> Column:
-        """Returns the edges of bins for rates, each long enough for updates of every learner."""
+        """Returns the edges of bins for rates, in seconds since the epoch.
+
+        There are 8 to 160 bins of equal length, of four update intervals of the slowest learner
+        where the run is long enough.
+        """
         steps = [lane.step_s for lane in self.lanes if lane.step_s]
         interval = self.series.settings.sync.interval_steps / self.series.fragments
         width_s = 4 * interval * max(steps, default=0.0)
@@ -100,7 +124,7 @@ class Shown:
 
 
 def tokens_at(series: TimeSeries, times_s: Column) -> Column:
-    """Returns the tokens merged by each of these times, on average over fragments."""
+    """Returns the tokens credited to the model up to each of these times (mean over fragments)."""
     stored_s, tokens = series.inputs["time_s"], series.inputs["tokens"]
     summed = np.concatenate([[0.0], np.cumsum(tokens)]) / max(series.fragments, 1)
     trimmed = max(series.tokens_merged() - summed[-1], 0.0)
@@ -108,7 +132,13 @@ def tokens_at(series: TimeSeries, times_s: Column) -> Column:
 
 
 def rate(times_s: Column, amounts: Column, edges_s: Column) -> Column:
-    """Returns the amounts a second in each bin."""
+    """Returns the sum of amounts in each bin divided by the bin's seconds, float64 [bins].
+
+    Args:
+        times_s: the time of each amount.
+        amounts: the amounts.
+        edges_s: the edges of the bins, one more than bins.
+    """
     sums, _ = np.histogram(times_s, bins=edges_s, weights=amounts)
     return np.asarray(sums / np.diff(edges_s))
 
@@ -132,7 +162,13 @@ def phases(shown: Shown) -> dict[str, Column]:
 
 @dataclass(frozen=True)
 class TimeShares:
-    """A learner's time in seconds, by use; `merged` is the time whose work is in the model."""
+    """A learner's time in seconds, by use.
+
+    Attributes:
+        merged: time whose work is in the model.
+        other: time of other work: catching up, or steps that were not merged.
+        stalled, down: time in this state (`lanes.py`).
+    """
 
     merged: float
     other: float
@@ -146,7 +182,7 @@ class TimeShares:
 
 
 def spent(shown: Shown) -> dict[str, TimeShares]:
-    """Returns each learner's time by use."""
+    """Returns each learner's time by use, by the learner's name."""
     inputs, names = shown.series.inputs, shown.series.learners
     sums = np.bincount(inputs["learner"].astype(np.int64), inputs["steps"], len(names))
     steps = dict(zip(names, sums.tolist(), strict=True))
@@ -162,19 +198,24 @@ def spent(shown: Shown) -> dict[str, TimeShares]:
 
 
 def goodput(times: dict[str, TimeShares]) -> float:
-    """Returns the share of all learners' time whose work is in the model."""
+    """Returns the share of all learners' time whose work is in the model, 0 to 1."""
     total = sum(time.total for time in times.values())
     return sum(time.merged for time in times.values()) / total if total else 0.0
 
 
 def most_troubled(lanes: Sequence[Lane]) -> list[Lane]:
-    """Returns the lanes to show, by name: all, or those of the learners that trained least."""
+    """Returns the lanes to show, in order of name: the `LANES` of those that trained least."""
     chosen = sorted(lanes, key=lambda lane: lane.seconds("training"))[:LANES]
     return sorted(chosen, key=lambda lane: lane.learner)
 
 
 def to_the_round(of: Column, norms: Column) -> Column:
-    """Returns each norm over the median of its round; rows of a round must be adjacent."""
+    """Returns each norm divided by the median norm of its round.
+
+    Args:
+        of: the round of each norm; the rows of a round must be adjacent.
+        norms: the norms.
+    """
     found = np.empty_like(norms)
     edges = np.flatnonzero(np.diff(of)) + 1
     for part in np.split(np.arange(len(norms)), edges):
@@ -184,7 +225,10 @@ def to_the_round(of: Column, norms: Column) -> Column:
 
 
 def standing_out(shown: Shown) -> list[int]:
-    """Returns the indices of the learners whose loss or norm stands out most, ascending."""
+    """Returns the indices of at most `LINES` learners, ascending.
+
+    They are those whose loss is farthest from the run's median, and norm from the round's.
+    """
     inputs = shown.series.inputs
     if not len(inputs):
         return []

@@ -1,4 +1,4 @@
-"""`diloco report`: the page of a run, or of several beside each other, as one file."""
+"""`diloco report`: writes the page of a run, or a page that compares runs, as one HTML file."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,14 +38,14 @@ Stage = Callable[[str, int, int], None]
 
 
 def run_report(targets: Sequence[str], *, out: Path | None, evaluations: int) -> Path:
-    """Writes the page of a run, or of several; returns the file.
+    """Writes the page of a run, or a page that compares several; returns the file's path.
 
     Args:
-        targets: RUN of each, as `diloco.run.cli.opening` takes it.
-        out: the file; None for `report.html` in a local run's folder, else `report-{run}.html`, of
-            several `comparison.html`.
-        evaluations: views to score on held-out data, spread over the run, where no score is stored;
-            0 for none.
+        targets: RUN of each run, as `diloco.run.cli.opening` defines it.
+        out: the file; None: `report.html` in a local run's folder, else `report-{run}.html`; for
+            several runs `comparison.html`.
+        evaluations: number of versions to have scores of, spread over the run; versions without a
+            stored score are scored now. 0: none is.
 
     Raises:
         DilocoError: no such run; bus or store are unreachable; the file cannot be written.
@@ -67,7 +67,10 @@ def run_report(targets: Sequence[str], *, out: Path | None, evaluations: int) ->
 
 @contextmanager
 def staging() -> Iterator[Stage]:
-    """Shows a report's progress on a terminal."""
+    """Shows a report's progress on the terminal, if standard error is one.
+
+    Yields a function that takes the stage of the work, the amount done, and the amount in all.
+    """
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("opening the run", total=None)
@@ -79,7 +82,7 @@ def staging() -> Iterator[Stage]:
 
 
 def report(shown: Shown, status: RunStatus) -> str:
-    """Returns the page of a run."""
+    """Returns the page of a run as HTML."""
     parts = html_sections.now(status, shown.series, served=False) | html_sections.figures(shown)
     table = summary.learners(shown, status.learners)
     parts["learners"] = html_sections.learners(table)
@@ -97,9 +100,13 @@ def _footer() -> Markup:
 def gather(
     target: str, evaluations: int, stage: Stage, *, pairs: bool = True
 ) -> tuple[Shown, RunStatus]:
-    """Reads the numbers that the page shows; arguments and errors as `run_report`.
+    """Reads a run's tape, scores and status for its page; errors as `run_report`.
 
-    Without `pairs` no updates are compared.
+    Args:
+        target: RUN.
+        evaluations: as in `run_report`.
+        stage: called with the progress, as `staging` yields it.
+        pairs: whether to compare learners' updates with each other, which reads shards.
     """
     shown, status = asyncio.run(_read(target, stage, pairs=pairs))
     if missing := unscored(shown.series, shown.scores, evaluations):
@@ -113,7 +120,14 @@ def gather(
 def score_versions(
     hear: Hear, target: str, at: RunLocation, versions: Sequence[tuple[int, ...]]
 ) -> list[wire.Score]:
-    """Scores versions as `score_at`, in a new process that loads the run, JAX and the task."""
+    """Opens a run and scores versions of it; made for a process of its own, which loads JAX.
+
+    Args:
+        hear: called with the number of versions done, and the number in all.
+        target: RUN.
+        at: bus and store of the command line, for a run given by name.
+        versions: as in `score_at`.
+    """
     log.configure("error")
     keep_off_accelerators()
     use_place(at)
@@ -141,7 +155,15 @@ async def _read(target: str, stage: Stage, *, pairs: bool) -> tuple[Shown, RunSt
 
 
 async def sample_pairs(context: RunContext, series: TimeSeries, stage: Stage) -> Pairs:
-    """Returns cosines between learners' updates, in rounds whose updates are still stored."""
+    """Compares learners' updates in at most `SAMPLE_ROUNDS` rounds, spread over the run.
+
+    Rounds whose updates are no longer stored are skipped.
+
+    Args:
+        context: the run's context.
+        series: the run's tape.
+        stage: called with the progress, as `staging` yields it.
+    """
     pairs = Pairs(series.learners)
     rounds = series.rounds
     seqs, of = rounds["seq"], rounds["fragment"]
@@ -167,7 +189,7 @@ async def sample_pairs(context: RunContext, series: TimeSeries, stage: Stage) ->
 
 
 def named(targets: Sequence[str], found: Sequence[Shown]) -> dict[str, Shown]:
-    """Returns the runs by name; if names are equal, by the text that the user gave."""
+    """Returns the runs by name; if two names are equal, by `targets`, as the user gave them."""
     names = [shown.series.run for shown in found]
     if len(set(names)) < len(names):
         names = [*targets]
@@ -175,7 +197,11 @@ def named(targets: Sequence[str], found: Sequence[Shown]) -> dict[str, Shown]:
 
 
 def comparison(runs: Mapping[str, Shown]) -> str:
-    """Returns a page that compares runs: facts, figures, and settings that differ."""
+    """Returns a page as HTML that compares runs: facts, figures, and settings that differ.
+
+    Args:
+        runs: the runs by name.
+    """
     subtitle = "Times and tokens are counted from each run's own beginning."
     about = [element("p", {"class": "note"}, subtitle)]
     about += [
@@ -198,7 +224,7 @@ def comparison(runs: Mapping[str, Shown]) -> str:
 
 
 def in_short(runs: Mapping[str, Shown]) -> SummaryTable:
-    """Returns the facts of the runs, a column for each run."""
+    """Returns a table of the runs' facts, with a column for each run."""
     told = [{fact.name: _with_note(fact) for fact in summary.facts(run)} for run in runs.values()]
     order = dict.fromkeys(name for one in told for name in one)
     rows = tuple((name, *(one.get(name, "-") for one in told)) for name in order)
@@ -211,7 +237,7 @@ def _with_note(fact: Fact) -> str:
 
 
 def differing(runs: Mapping[str, Shown]) -> SummaryTable:
-    """Returns the settings that are not the same in all runs."""
+    """Returns a table of the settings that differ between runs, with a column for each run."""
     told = [{row[0]: row[1] for row in summary.settings(run).rows} for run in runs.values()]
     rows = [(key, *(one[key] for one in told)) for key in told[0]]
     columns = ("setting", *runs)

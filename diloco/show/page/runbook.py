@@ -8,13 +8,13 @@ from markdown_it.token import Token
 
 
 def runbook_names() -> frozenset[str]:
-    """Returns the file names of the runbooks."""
+    """Returns the file names of the runbooks, such as disk-full.md."""
     folder = files("diloco.runbooks")
     return frozenset(entry.name for entry in folder.iterdir() if entry.name.endswith(".md"))
 
 
 def render(name: str) -> str:
-    """Returns a runbook as HTML; `name` is one of `runbook_names`."""
+    """Returns a runbook as an HTML document; `name` is one of `runbook_names`."""
     text = files("diloco.runbooks").joinpath(name).read_text(encoding="utf-8")
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = parser.parse(text)
@@ -44,7 +44,7 @@ def render(name: str) -> str:
 
 
 def _keep_links(token: Token, known: frozenset[str]) -> None:
-    """Keeps links to other runbooks; drops those to other files of the repository."""
+    """Directs links to other runbooks to the server; turns all other links into plain text."""
     depth: list[bool] = []
     for part in token.children or []:
         if part.type == "link_open":

@@ -1,10 +1,10 @@
-"""Serves the page over HTTP, on loopback: files, a stream of changes, and learners page by page.
+"""Serves the page over HTTP on loopback: files, a stream of changes, and learners page by page.
 
-It only answers GET. A request must name this machine by a name of loopback (otherwise a foreign
-site that resolves to it could read the run, by DNS rebinding), and must not come from another
-site's page. Requests, connections and open streams are bounded, and so are a client's unread bytes.
-Each connection has a thread; beyond the bound, the slowest connection is closed, so that no client
-blocks another.
+The server answers only GET. A request's header Host must name loopback (otherwise a foreign site
+whose name resolves to loopback could read the run, by DNS rebinding), and the request must not come
+from another site's page. Requests, connections, open streams and a client's unread bytes are
+bounded. Each connection has a thread; beyond the bound, the oldest connection that is not an open
+page is closed, so that no client blocks another.
 """
 
 import json
@@ -55,7 +55,13 @@ HEADERS = {
 
 
 class PageEvent(NamedTuple):
-    """The bytes of one server-sent event; `number` increases from event to event."""
+    """A server-sent event.
+
+    Attributes:
+        number: greater than that of every earlier event.
+        event: the event's type, for the page's script.
+        data: JSON.
+    """
 
     number: int
     event: str
@@ -63,13 +69,14 @@ class PageEvent(NamedTuple):
 
 
 class Board:
-    """The current contents of the page: the run's follower writes them, the server reads them.
+    """The current contents of the page, shared by threads: `LivePage` writes, the server reads.
 
     Args:
-        page: the page with empty sections.
+        page: the HTML of the page with empty sections.
 
     Attributes:
-        learners: (number of the page, text that the names contain) -> the table of those learners.
+        learners: returns the learners' section; takes the number of the page of learners, and a
+            text that the learners' names contain.
     """
 
     def __init__(self, page: str) -> None:
@@ -83,21 +90,21 @@ class Board:
 
     @property
     def watched(self) -> bool:
-        """Whether a page is open."""
+        """Whether a browser has the page open."""
         return self._readers > 0
 
     def show(self, parts: Mapping[str, Markup]) -> None:
-        """Replaces parts of the page; equal parts are not sent again."""
+        """Replaces sections by id; a section that has not changed is not sent again."""
         for name, part in parts.items():
             self._hang(name, "part", json.dumps(part).encode())
 
     def show_learners(self, learners: Callable[[int, str], Markup]) -> None:
-        """Sets the function that makes learners' pages; open pages request theirs again."""
+        """Sets the attribute `learners`; open pages then request the learners' section again."""
         self.learners = learners
         self._hang("learners", "drawn", b"%d" % self._number)
 
     def say(self, said: Mapping[str, Any]) -> None:
-        """Shows the page's own status."""
+        """Replaces the status at the page's head, which `LivePage` describes by JSON values."""
         self._hang("", "state", json.dumps(said).encode())
 
     def _hang(self, name: str, event: str, data: bytes) -> None:
@@ -108,18 +115,18 @@ class Board:
                 self._changed.notify_all()
 
     def clear(self) -> None:
-        """Removes all parts, which grow stale while no page is open."""
+        """Removes all contents, since these become stale while no page is open."""
         with self._changed:
             self._frames.clear()
 
     def close(self) -> None:
-        """Closes the board: readers that wait return."""
+        """Ends all streams: calls of `after` return None."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def enter(self, most: int) -> bool:
-        """Counts a reader; returns False if there are `most` already."""
+        """Counts an open page; returns False if `most` are open already, or the board is closed."""
         with self._changed:
             if self._readers >= most or self._closed:
                 return False
@@ -127,12 +134,15 @@ class Board:
             return True
 
     def leave(self) -> None:
-        """Stops counting a reader."""
+        """Counts a page as closed."""
         with self._changed:
             self._readers -= 1
 
     def after(self, number: int, within_s: float) -> list[PageEvent] | None:
-        """Waits for events newer than `number`; none after `within_s`, None on a closed board."""
+        """Waits for events with a greater number than `number`, and returns them in order.
+
+        Returns an empty list if none comes within `within_s` seconds, None if the board is closed.
+        """
         ends_s = time.monotonic() + within_s
         with self._changed:
             while not self._closed:
@@ -146,11 +156,11 @@ class Board:
 
 @contextmanager
 def serving(board: Board, port: int | None) -> Iterator[str]:
-    """Serves the page while the block lasts; yields its address.
+    """Serves the page while the block lasts; yields the page's URL.
 
     Args:
         board: the contents of the page.
-        port: of loopback; None for the usual one, or another if that is in use.
+        port: port on loopback; 0: any free one; None: `DEFAULT_PORT`, or any free one.
 
     Raises:
         ConfigError: the port is in use.
@@ -193,7 +203,7 @@ class _PageServer(ThreadingHTTPServer):
         self._answered: dict[socket.socket, None] = {}  # the oldest first
 
     def process_request(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        """Gives the connection a thread; with too many, closes the slowest connection."""
+        """Gives the connection a thread; with too many connections, closes the oldest."""
         with self._lock:
             if len(self._answered) >= MOST_CONNECTIONS:
                 oldest = next(iter(self._answered))
@@ -204,14 +214,14 @@ class _PageServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
-        """Answers the connection's request; its end frees its place."""
+        """Answers the connection's request, and then no longer counts the connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self.keep(request)
 
     def keep(self, request: socket.socket) -> None:
-        """Exempts a connection from being closed: it is an open page, or has ended."""
+        """No longer counts a connection, so that it is not closed: it is an open page, or over."""
         with self._lock:
             self._answered.pop(request, None)
 
@@ -226,7 +236,7 @@ class _PageHandler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answers the request, unless another site or name made it."""
+        """Answers a request; refuses it if another site sent it, or if Host is not loopback."""
         if not self._is_own():
             self.send_error(HTTPStatus.FORBIDDEN, explain="ask for http://127.0.0.1 or localhost")
             return
@@ -246,7 +256,7 @@ class _PageHandler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def _is_own(self) -> bool:
-        """True if the request comes from a person or our own page, by a name of loopback."""
+        """Returns whether Host names loopback, and a person or this page sent the request."""
         try:
             host = urllib.parse.urlsplit(f"//{self.headers.get('Host', '')}").hostname
         except ValueError:
@@ -266,7 +276,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
 
     def end_headers(self) -> None:
-        """Adds the headers that restrict what the browser may do with the page."""
+        """Adds `HEADERS`, which restrict what a browser may do with the page."""
         for name, value in HEADERS.items():
             self.send_header(name, value)
         super().end_headers()
@@ -279,7 +289,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         self._send("html", found.encode())
 
     def _events(self) -> None:
-        """Sends the stream of events until the page or the server is closed."""
+        """Sends the stream of events until the browser closes the page, or the server ends."""
         board = self.server.board
         if not board.enter(MOST_PAGES):
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open")

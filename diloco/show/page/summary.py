@@ -1,4 +1,4 @@
-"""A run's summary: facts, warnings and tables. Pure."""
+"""Makes the facts, warnings and tables of a run's page. Pure."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ TEXT = 2000
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact of the summary; `note` is printed smaller below it."""
+    """One fact on a run, as text; `note` is printed smaller below the value."""
 
     name: str
     value: str
@@ -34,7 +34,13 @@ class Fact:
 
 @dataclass(frozen=True)
 class SummaryTable:
-    """A table; the columns named in `text` are aligned left, the others are numbers."""
+    """A table.
+
+    Attributes:
+        columns: titles of the columns.
+        rows: a cell for each column.
+        text: titles of the columns that are aligned left; the other columns are numbers.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -54,7 +60,7 @@ def subtitle(shown: Shown) -> str:
 
 
 def warnings(shown: Shown) -> list[str]:
-    """Returns sentences on what is missing from the report."""
+    """Returns sentences on what is missing from the numbers, or cannot be trusted."""
     series = shown.series
     found = []
     if series.trimmed:
@@ -79,7 +85,7 @@ def warnings(shown: Shown) -> list[str]:
 
 
 def facts(shown: Shown) -> list[Fact]:
-    """Returns the run's main facts."""
+    """Returns the run's main facts, such as duration, global step, losses and goodput."""
     series = shown.series
     merged = sum(totals.updates_merged for totals in series.totals.values())
     rejected = sum(totals.updates_rejected for totals in series.totals.values())
@@ -123,7 +129,7 @@ def _lateness(series: TimeSeries) -> str:
 
 
 def _versions(series: TimeSeries) -> int:
-    """Returns the number of versions after version 0 over all fragments, trimmed ones included."""
+    """Returns the sum of the fragments' newest version numbers."""
     rounds = series.rounds
     of, version = rounds["fragment"], rounds["version"]
     return int(sum(version[of == index].max(initial=0) for index in range(series.fragments)))
@@ -144,7 +150,10 @@ def _losses(shown: Shown) -> list[Fact]:
 
 
 def recent(series: TimeSeries, column: str) -> dict[str, float]:
-    """Returns the median of `column` over each learner's last merged updates, if it has any."""
+    """Returns, by learner, the median of a column of `TimeSeries.inputs` over its last updates.
+
+    Learners without a merged update are left out.
+    """
     inputs = series.inputs
     of_each = grouped(inputs["learner"], inputs[column], len(series.learners))
     pairs = zip(series.learners, of_each, strict=False)
@@ -152,7 +161,7 @@ def recent(series: TimeSeries, column: str) -> dict[str, float]:
 
 
 def _spread(shown: Shown) -> str:
-    """Returns the lowest and the highest learner's loss, as text, if they are far apart."""
+    """Returns as text the learners with the lowest and the highest loss; "" if these are near."""
     series = shown.series
     losses = sorted((loss, name) for name, loss in recent(series, "loss").items())
     if len(losses) < 2 or not 0 < FAR * losses[0][0] < losses[-1][0]:
@@ -180,7 +189,10 @@ def _reasons(series: TimeSeries) -> str:
 
 
 def learners(shown: Shown, statuses: Sequence[LearnerStatus]) -> SummaryTable:
-    """Returns a row for each learner; those that are not training come first."""
+    """Returns a table with a row for each learner, in order of name.
+
+    Learners that neither train nor have left come last.
+    """
     now = {one.name: one for one in statuses}
     lanes, times = {lane.learner: lane for lane in shown.lanes}, spent(shown)
     hosts = {life.learner: life.host for life in shown.series.lives}
@@ -206,7 +218,7 @@ _SUMS = ("tokens", "sent", "merged", "rejected", "staleness", "wait", "loss", "n
 
 
 def _now(one: LearnerStatus | None) -> tuple[str, ...]:
-    """Returns a learner's cells from its own heartbeat."""
+    """Returns a learner's cells of the columns `_NOW`: its state, and claims of its heartbeat."""
     if one is None:
         return ("-",) * len(_NOW)
     heard = "never" if one.heard_s is None else age(one.heard_s)
@@ -216,7 +228,7 @@ def _now(one: LearnerStatus | None) -> tuple[str, ...]:
 
 
 def _life(lane: Lane | None, time: TimeShares | None) -> tuple[str, ...]:
-    """Returns a learner's cells on its lives, goodput and downtime."""
+    """Returns a learner's cells of the columns `_LIFE`."""
     if lane is None or time is None:
         return ("-",) * len(_LIFE)
     step = f"{lane.step_s:.3g} s" if lane.step_s else "-"
@@ -225,7 +237,7 @@ def _life(lane: Lane | None, time: TimeShares | None) -> tuple[str, ...]:
 
 
 def _sums(series: TimeSeries) -> dict[str, tuple[str, ...]]:
-    """Returns cells on each learner's updates, from the tape."""
+    """Returns each learner's cells of the columns `_SUMS`, by the learner's name."""
     count, updates, inputs = len(series.learners), series.updates, series.inputs
     sent_by, merged_by = updates["learner"].astype(int), inputs["learner"].astype(int)
     sent, tokens, sizes = (
@@ -250,7 +262,10 @@ def _sums(series: TimeSeries) -> dict[str, tuple[str, ...]]:
 
 
 def metrics(shown: Shown) -> SummaryTable | None:
-    """Returns a table of metrics by learner, the global model and its slices; None for none."""
+    """Returns a table of the metrics of tasks; None if there are none.
+
+    There is a row for each learner, for the global model, and for each slice of held-out data.
+    """
     beats = shown.series.beats
     by_row = {
         name: beats[name].heartbeat.metrics for name in shown.series.learners if name in beats
@@ -274,7 +289,7 @@ def _number(value: float | None) -> str:
 
 
 def refusals(shown: Shown) -> SummaryTable:
-    """Returns a table of the newest rejected updates."""
+    """Returns a table of the newest rejected updates, the newest first."""
     newest = list(shown.series.refused)[-ROWS:][::-1]
     rows = tuple(
         (_day(item.at_s), item.learner, str(item.fragment), item.reason, item.detail)
@@ -285,7 +300,7 @@ def refusals(shown: Shown) -> SummaryTable:
 
 
 def events(shown: Shown) -> SummaryTable:
-    """Returns a table of joins, leaves, and operators' acts, newest first."""
+    """Returns a table of the newest joins, leaves, unclean ends and acts, the newest first."""
     series = shown.series
     happened = [
         (event.at_s, f"{event.what}, by {event.by}" if event.by else event.what)
@@ -310,7 +325,7 @@ def events(shown: Shown) -> SummaryTable:
 
 
 def settings(shown: Shown) -> SummaryTable:
-    """Returns a table of all present settings of the run."""
+    """Returns a table of the run's present settings, with values as JSON."""
     rows = tuple(
         (f"{section}.{key}", json.dumps(value, ensure_ascii=False))
         for section, keys in shown.series.settings.model_dump(mode="json").items()

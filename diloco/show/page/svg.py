@@ -1,7 +1,8 @@
 """Draws figures as SVG: panels of marks over two axes. Pure: equal figures give equal text.
 
-Colours are Okabe and Ito's, which colour-blind people can distinguish; each colour comes with a
-dash, a hatch or a word too. It is an attribute, for saved figures, and a class, for the page.
+Colours are Okabe and Ito's, which colour-blind people can distinguish; series of different colours
+also differ by a dash, a hatch or a word. A colour is given twice: as an attribute, for saved
+figures, and as a class, for the page's themes.
 """
 
 import json
@@ -21,7 +22,7 @@ _CONTROL = {code: "?" for code in range(32) if chr(code) not in "\t\n\r"}
 
 
 class Markup(str):
-    """Text that is valid markup and must not be escaped."""
+    """Text that is valid HTML or SVG, and must not be escaped."""
 
     __slots__ = ()
 
@@ -30,7 +31,13 @@ NOTHING = Markup()
 
 
 def element(tag: str, attributes: Mapping[str, object] | None = None, *children: str) -> Markup:
-    """Returns an element of HTML or SVG with its text escaped; an attribute True has no value."""
+    """Returns an element of HTML or SVG.
+
+    Args:
+        tag: the element's name.
+        attributes: values by name; they are escaped. True: an attribute without a value.
+        children: the content; what is not `Markup` is escaped.
+    """
     said = "".join(_attribute(name, value) for name, value in (attributes or {}).items())
     if tag in VOID:
         return Markup(f"<{tag}{said}>")
@@ -38,7 +45,7 @@ def element(tag: str, attributes: Mapping[str, object] | None = None, *children:
 
 
 def joined(*children: str) -> Markup:
-    """Joins children of an element; escapes those that are not markup."""
+    """Joins texts into markup; what is not `Markup` is escaped."""
     return Markup(
         "".join(
             child if isinstance(child, Markup) else escape(child.translate(_CONTROL))
@@ -52,7 +59,7 @@ def _attribute(name: str, value: object) -> str:
 
 
 def data_block(value: Any) -> Markup:
-    """Returns a script element that holds a value as JSON, with `<`, `>` and `&` escaped."""
+    """Returns an element `script` with a value as JSON, in which `<`, `>` and `&` are escaped."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -60,7 +67,7 @@ def data_block(value: Any) -> Markup:
 
 
 def short(value: float | None) -> float | None:
-    """Rounds to five significant digits; None for None, infinite or NaN."""
+    """Returns a value rounded to five significant digits; None for None, infinity and NaN."""
     return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 
@@ -94,14 +101,15 @@ def _none() -> Column:
 
 @dataclass(frozen=True, kw_only=True)
 class PlotMark:
-    """The drawing of one series; its columns have the same length.
+    """The drawing of one series; the columns that its kind uses have the same length.
 
     Attributes:
-        kind: a line through (x, y); steps of height y, from x to `to`; a band between low and high
-            along x; boxes from x to `to` and from low to high; points at (x, y); rules at x, from
-            low to high; texts at (x, y).
-        name: the series' name; without one it is not in the legend.
-        look: one of `LOOKS`.
+        kind: "line": through (x, y); "steps": of height y, from x to `to`; "band": between low and
+            high along x; "boxes": from x to `to` and from low to high; "points": at (x, y);
+            "rules": vertical lines at x, from low to high; "texts": at (x, y).
+        name: the series' name; "": it is not in the legend.
+        look: the colour, one of `LOOKS`.
+        dash: dashes of a line, as in SVG's stroke-dasharray; "": none.
         shade: opacity of each box, 0 to 1.
         shape: shape of points, one of `SHAPES`.
     """
@@ -120,7 +128,7 @@ class PlotMark:
     shape: str = "dot"
 
     def data(self) -> dict[str, Any]:
-        """Returns the series as numbers, for the page's tooltips and CSV."""
+        """Returns kind, name and non-empty columns as JSON values, for tooltips and CSV."""
         columns = ("x", "y", "to", "low", "high", "shade")
         found = {name: [*map(short, getattr(self, name).tolist())] for name in columns}
         return {"kind": self.kind, "name": self.name} | {
@@ -129,19 +137,19 @@ class PlotMark:
 
 
 def line(x: Column, y: Column, look: str, name: str = "", dash: str = "") -> PlotMark:
-    """Returns a line through points."""
+    """Returns a line through the points (x, y)."""
     return PlotMark(kind="line", x=x, y=y, look=look, name=name, dash=dash)
 
 
 def step_line(x: Column, y: Column, look: str, name: str) -> PlotMark:
-    """Returns steps: each value holds until the next one's place."""
+    """Returns steps: the height is y[i] from x[i] to x[i + 1]."""
     return PlotMark(kind="steps", x=x, to=np.append(x[1:], x[-1:]), y=y, look=look, name=name)
 
 
 def bars(
     edges: tuple[Column, Column], ends: tuple[Column, Column], look: str, name: str = ""
 ) -> PlotMark:
-    """Returns boxes between `edges` along x and `ends` along y."""
+    """Returns boxes from edges[0] to edges[1] along x, and from ends[0] to ends[1] along y."""
     return PlotMark(kind="boxes", x=edges[0], to=edges[1], low=ends[0], high=ends[1], look=look,
                 name=name)  # fmt: skip
 
@@ -158,7 +166,13 @@ def rules(x: Column, low: Column, high: Column, name: str = "") -> PlotMark:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis of numbers, or of `names` at 0, 1, 2 ...; on a y axis the first name is on top."""
+    """An axis of a panel.
+
+    Attributes:
+        low, high: the ends of the axis; None: from the panel's marks.
+        log: whether the axis is logarithmic.
+        names: names in place of numbers, at 0, 1, 2 ...; on a y axis the first name is on top.
+    """
 
     label: str = ""
     low: float | None = None
@@ -169,7 +183,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A drawing of marks over two axes."""
+    """A drawing of marks over two axes; width and height are pixels."""
 
     marks: Sequence[PlotMark]
     title: str = ""
@@ -181,7 +195,13 @@ class Panel:
 
 
 class Drawn(NamedTuple):
-    """A drawn panel: its SVG, its numbers, and its newest values as text."""
+    """A drawn panel.
+
+    Attributes:
+        svg: the drawing.
+        data: the panel's numbers as JSON values, for the page's script.
+        words: the title, and the last value of each named line, for screen readers.
+    """
 
     svg: Markup
     data: dict[str, Any]
@@ -189,7 +209,7 @@ class Drawn(NamedTuple):
 
 
 class _Scale(NamedTuple):
-    """Maps an axis's values to pixels."""
+    """Maps an axis's values to pixels: `low` to `begin`, `high` to `end`."""
 
     low: float
     high: float
@@ -206,7 +226,7 @@ class _Scale(NamedTuple):
         return np.asarray(self.begin + np.clip(share, 0, 1) * (self.end - self.begin))
 
     def ticks(self) -> list[float]:
-        """Returns about five round values on the axis."""
+        """Returns round values on the axis, about five."""
         if not self.log:
             rough = (self.high - self.low) / 6
             power = 10.0 ** math.floor(math.log10(rough))
@@ -221,7 +241,7 @@ class _Scale(NamedTuple):
 
 
 def draw(panel: Panel, ident: str) -> Drawn:
-    """Returns a panel's drawing; `ident` must be unique on the page."""
+    """Draws a panel; `ident` begins the ids in the SVG, and must be unique on the page."""
     legend = _legend(panel) if panel.legend else []
     across, down = _range(panel, "x"), _range(panel, "y")
     names = [_cut(name) for name in panel.y.names]
@@ -263,7 +283,7 @@ def _words(panel: Panel) -> str:
 
 
 def _range(panel: Panel, which: Literal["x", "y"]) -> tuple[float, float]:
-    """Returns the least and the greatest value on an axis."""
+    """Returns the least and the greatest value that a panel's axis shows."""
     axis: Axis = getattr(panel, which)
     if axis.names:
         return -0.5, len(axis.names) - 0.5
@@ -304,7 +324,13 @@ def _axes(panel: Panel, x: _Scale, y: _Scale, names: Sequence[str]) -> list[Mark
 
 
 def _places(scale: _Scale, names: Sequence[str], apart: float) -> list[tuple[str, float]]:
-    """Returns text and pixel of each tick; of many `names`, only every second, third or so."""
+    """Returns text and pixel of each tick.
+
+    Args:
+        scale: the axis's scale.
+        names: names in place of numbers; if they would be nearer than `apart`, some are left out.
+        apart: least distance of names in pixels.
+    """
     if not names:
         ticks = scale.ticks()
         return [(f"{value:g}", at) for value, at in zip(ticks, scale(ticks).tolist(), strict=True)]
@@ -342,7 +368,7 @@ def _hatch(ident: str, look: str) -> Markup:
 
 
 def _legend(panel: Panel) -> list[list[PlotMark]]:
-    """Returns the named marks, in rows that fit the width."""
+    """Returns the named marks for the legend, in rows that fit the panel's width."""
     named = {mark.name: mark for mark in reversed(panel.marks) if mark.name}
     rows: list[list[PlotMark]] = []
     used = 0.0
@@ -413,7 +439,7 @@ def _known(scale: _Scale, values: Column) -> Column:
 
 
 def _path(x: Column, y: Column) -> str:
-    """Returns a path through points, interrupted at unknown ones."""
+    """Returns the SVG path through the points (x, y), interrupted where a coordinate is NaN."""
     parts, begins = [], True
     for across, down in zip(x.tolist(), y.tolist(), strict=True):
         known = math.isfinite(across + down)

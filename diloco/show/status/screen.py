@@ -43,10 +43,10 @@ WIDE = 10_000
 
 
 def show_status(target: str, *, once: bool, json: bool) -> None:
-    """Shows RUN until it ends or Ctrl-C; with `once` or `json` only its present state.
+    """Shows RUN until it ends or Ctrl-C; with `once` or `json`, prints its present state once.
 
     Raises:
-        DilocoError: no such run, or bus or store are unreachable; the other functions raise it too.
+        DilocoError: no such run; bus or store are unreachable.
     """
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_show(target, once=once, json=json))
@@ -119,7 +119,7 @@ def _delays(what: str, found: Delays | None) -> str:
 
 
 def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
-    """Returns all learners, by name; of a large fleet the `MOST` with the worst problems."""
+    """Returns all learners in order of name, or of a large fleet the `MOST` with most problems."""
     if len(learners) <= MOST:
         return learners
 
@@ -160,14 +160,14 @@ def _learners(learners: Sequence[LearnerStatus], of: int) -> "Fitted":
 
 
 class Fitted:
-    """A table that omits columns if the screen is too narrow, rather than cut a figure.
+    """A table that omits columns if the terminal is too narrow, rather than cut numbers.
 
     Args:
-        titles: titles of its columns.
-        rows: rows of cells.
-        words: titles of columns that hold text.
-        spare: titles of the columns that may be omitted, the first one first.
-        caption: text below the table.
+        titles: titles of the columns.
+        rows: a cell for each column.
+        words: titles of the columns that have text, which is aligned left.
+        spare: titles of the columns that may be omitted, in the order of omission.
+        caption: text below the table; None: none.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ def _state(one: LearnerStatus) -> Text:
 
 
 def _metrics(learners: Sequence[LearnerStatus]) -> list[Text]:
-    """Returns a line with further metrics for each learner whose loss reports any."""
+    """Returns a line with the task's metrics for each learner that reports some."""
     return [
         Text(
             f"{one.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in one.metrics.items()),
@@ -264,7 +264,7 @@ def _alerts(alerts: Sequence[Finding]) -> Table:
 
 
 def show_learners(target: str, *, json: bool) -> None:
-    """Prints each learner's figures from the whole tape."""
+    """Prints each learner's figures from the whole tape; errors as `show_status`."""
     found = asyncio.run(look_at_learners(target))
     if json:
         say_json([asdict(one) for one in found])
@@ -285,14 +285,18 @@ def show_learners(target: str, *, json: bool) -> None:
 
 
 async def look_at_learners(target: str) -> Sequence[LearnerStatus]:
-    """Returns the learners that joined a run, by name, from all of its tape and newest shards."""
+    """Reads RUN's whole tape and newest shards; returns its learners in order of name.
+
+    Raises:
+        DilocoError: no such run; bus or store are unreachable.
+    """
     async with open_run(target, name="status", reads=True) as opened:
         watch = Watch(opened.context)
         return (await watch.begin(1)).learners
 
 
 def learners_table(learners: Sequence[LearnerStatus]) -> "Fitted":
-    """Returns a table of learners' updates with the columns that fit; the JSON has all."""
+    """Returns a table of what became of learners' updates, with the columns that fit."""
     titles = (
         "learner", "state", "heard", "lives", "merged", "rej.", "offences", "tokens", "loss",
         "norm",
@@ -316,7 +320,7 @@ def learners_table(learners: Sequence[LearnerStatus]) -> "Fitted":
 
 
 def _refusals(one: LearnerStatus) -> str:
-    """Returns why a learner's updates were rejected or counted less, the most frequent first."""
+    """Returns as text why a learner's updates were rejected or counted less, with numbers."""
     most = Counter(one.reasons).most_common(REASONS)
     less = Counter(one.less).most_common()
     told = [f"rejected for {reason} x {count}" for reason, count in most]
@@ -324,12 +328,15 @@ def _refusals(one: LearnerStatus) -> str:
 
 
 def _norm(norm: float) -> str:
-    """Formats a norm relative to its round's median, so that even a diverging one stays short."""
+    """Returns a norm, relative to its round's median, as short text even if it is huge."""
     return f"{norm:.2f}" if norm < MUCH else f"{norm:.2g}"
 
 
 def spark(values: Sequence[float], width: int = WIDTH) -> str:
-    """Draws values as a line of `width` characters, from the least value to the greatest."""
+    """Returns a curve of values as `width` characters at most, each a bar of eight heights.
+
+    A bar is the mean of neighbouring values, between the least and the greatest of the means.
+    """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -342,7 +349,11 @@ def spark(values: Sequence[float], width: int = WIDTH) -> str:
 
 
 def trends(learners: Sequence[LearnerStatus], title: str) -> Fitted:
-    """Returns a table of each learner's loss and norm over time; a round's median norm is 1."""
+    """Returns a table of learners' loss and norm over time, as last value and curve.
+
+    The norm is relative to the median of its round. The table has a column of cosines to the other
+    learners' updates if shards were read. `title` is the title of the column of names.
+    """
     known = any(one.shards is not None for one in learners)
     cosine = ["cosine to others"] if known else []
     rows = []
@@ -362,7 +373,11 @@ def trends(learners: Sequence[LearnerStatus], title: str) -> Fitted:
 
 
 def show_history(target: str, *, everything: bool, json: bool) -> None:
-    """Prints the acts on a run; with `everything` also learners that join and leave."""
+    """Prints the acts on RUN, with `everything` also learners' joins and leaves.
+
+    Raises:
+        DilocoError: as `show_status`.
+    """
     events = asyncio.run(look_back(target, everything=everything))
     if json:
         say_json([asdict(event) for event in events])
@@ -374,14 +389,22 @@ def show_history(target: str, *, everything: bool, json: bool) -> None:
 
 
 async def look_back(target: str, *, everything: bool) -> list[Event]:
-    """Returns the acts on a run, oldest first."""
+    """Returns the acts on RUN, oldest first; with `everything` also joins and leaves.
+
+    Raises:
+        DilocoError: no such run; bus or store are unreachable.
+    """
     async with open_run(target, name="status", reads=True) as opened:
         created_at_s = opened.specification.created_at_s
         return await happened(opened.context, created_at_s, everything=everything)
 
 
 def show_runs(target: str | None, *, json: bool) -> None:
-    """Prints the runs of a bus: of a URL, of a run's file, or of the default."""
+    """Prints the runs of a bus, given by its URL or by a run's file; None: the default bus.
+
+    Raises:
+        DilocoError: the bus is unreachable, or does not permit this; the file is invalid.
+    """
     runs = asyncio.run(read_runs(bus_section(target)))
     if json:
         say_json([asdict(one) for one in runs])

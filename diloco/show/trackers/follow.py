@@ -1,7 +1,7 @@
-"""Follows a run and passes its figures to trackers; reads the bus and the store only.
+"""Follows a run, and passes its figures to trackers such as TensorBoard.
 
-Every figure is at the run's global step. A learner's messages do not state it: their figures get
-the step of the newest record before them.
+Every figure has a global step. A manifest does not state the global step, so its figures get that
+of the newest record before it.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from diloco.run.watch import Watch, heartbeat
 
 
 class MetricsPoint(NamedTuple):
-    """Figures by name, at a global step; `at_s` in seconds since the epoch."""
+    """Figures by name, at global step `step` and time `at_s` (seconds since the epoch)."""
 
     step: int
     at_s: float
@@ -29,7 +29,7 @@ class MetricsPoint(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes a run's figures, for one tracker."""
+    """The interface of a tracker."""
 
     def write(self, point: MetricsPoint) -> None:
         """Stores a point."""
@@ -39,7 +39,11 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Writes event files to a folder, for `tensorboard --logdir`."""
+    """Writes TensorBoard's event files to a folder, for `tensorboard --logdir`.
+
+    Raises:
+        ConfigError: tensorboardX is not installed.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -59,13 +63,16 @@ class TensorBoard:
 
 
 class Wandb:
-    """Writes to a run of Weights & Biases.
+    """Writes to a run of Weights & Biases (W&B).
 
     Args:
-        project: the project in which it appears.
+        project: the project of W&B in which the run appears.
         run: the run's name.
-        settings: the run's settings, as its configuration there.
-        offline: keep it in a folder `wandb`, for `wandb sync`.
+        settings: the run's settings, which W&B shows as its configuration.
+        offline: whether to write to a folder `wandb`, for `wandb sync`, and not to the service.
+
+    Raises:
+        ConfigError: wandb is not installed, or W&B refuses.
     """
 
     def __init__(self, project: str, run: str, settings: dict[str, Any], *, offline: bool) -> None:
@@ -104,12 +111,12 @@ SCORES_S = 30.0
 
 
 async def track(target: str, make: Callable[[RunContext], list[Sink]], *, once: bool) -> int:
-    """Pass a run's figures to trackers until it ends; returns the number of points.
+    """Passes a run's figures to trackers until the run ends; returns the number of points.
 
     Args:
-        target: the run.
-        make: makes the sinks.
-        once: only the figures that exist now.
+        target: RUN, as `diloco.run.cli.opening` defines it.
+        make: returns the trackers, once the run is open.
+        once: whether to stop at the newest message instead of the run's end.
 
     Raises:
         DilocoError: no such run; bus or store are unreachable.
@@ -124,14 +131,14 @@ async def track(target: str, make: Callable[[RunContext], list[Sink]], *, once: 
 
 
 class Tracker:
-    """Passes a run's figures to sinks.
+    """Passes a run's figures to trackers.
 
     Args:
         context: the run's context.
-        sinks: take the figures.
+        sinks: the trackers.
 
     Attributes:
-        written: the number of points so far.
+        written: the number of points passed so far.
     """
 
     def __init__(self, context: RunContext, sinks: list[Sink]) -> None:
@@ -143,7 +150,10 @@ class Tracker:
         self.written = 0
 
     async def follow(self, *, once: bool) -> None:
-        """Follows the run until its end, or up to the newest message."""
+        """Reads the whole tape until the run's end; with `once`, up to its newest message.
+
+        Scores on held-out data are read at intervals, and at the end.
+        """
         for fragment in range(len(self._context.layout.fragments)):
             record, _ = await last_record(self._context, fragment)
             self._points.reached(record.global_step)
@@ -198,7 +208,7 @@ class Tracker:
 
 
 class Points:
-    """Makes points from the messages of a run, in their order."""
+    """Makes points from the messages of a run, which must come in their order."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -206,11 +216,11 @@ class Points:
         self._tokens: dict[int, int] = {}
 
     def reached(self, step: int) -> None:
-        """Notes the global step that records have reached: learners' figures get no later step."""
+        """Notes the global step of a record; no heartbeat's point gets a greater one."""
         self._furthest = max(step, self._furthest or 0)
 
     def of_entry(self, entry: Entry) -> Iterator[MetricsPoint]:
-        """Yields the points of a message of the tape."""
+        """Yields the point of a message of the tape: of a round's record, or of an update."""
         match entry.body:
             case wire.Record() as record if record.inputs:
                 self._step = max(self._step, record.global_step)
@@ -222,7 +232,7 @@ class Points:
                 yield MetricsPoint(self._step, entry.time_s, _named(manifest.learner, own))
 
     def of_heartbeat(self, beat: wire.Heartbeat, at_s: float) -> MetricsPoint:
-        """Returns the point of a learner's heartbeat."""
+        """Returns the point of a heartbeat that was stored at `at_s` (seconds since the epoch)."""
         figures = {"tokens_per_second": beat.tokens_per_s, **beat.metrics}
         if beat.run_s:
             figures["stall_share"] = share(beat.stall_s, beat.run_s)
