@@ -1,7 +1,7 @@
 """Train one model on islands of accelerators that are far apart, unequal and unreliable.
 
-The names in `__all__` are the public interface; docs/tasks.md and docs/library.md describe them. A
-name's module is imported at the first access, so `import diloco` loads neither JAX nor NATS.
+The names in `__all__` are the public interface; docs/tasks.md says what each is for. A name's
+module is imported at the first access, so `import diloco` loads neither JAX nor the network.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""`python -m diloco`, as the `diloco` command."""
+"""Runs the `diloco` command, for `python -m diloco`."""
 
 from diloco.start import main
 

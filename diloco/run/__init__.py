@@ -1,4 +1,6 @@
-"""Folds over a run's tape (`common/storage/tape`): whole, as columns, and as of now.
+"""Reads a run: its tape, its present state and its global model; and what all commands share.
 
-The packages that show, check, report and replay build on these; nothing here imports them.
+`history.py` has the whole tape, `timeseries.py` columns of numbers, `observed.py` the present
+state, `findings.py` the findings on that state. The packages that show, judge and replay a run
+import this one, which imports none of them.
 """

@@ -59,7 +59,7 @@ def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float |
     """
     if len(record.inputs) < 2:
         return None
-    # All in the sum's last unit.
+    # All weights are in the unit of the last input's.
     unit = record.inputs[-1].weight_unit
     weight_I = np.asarray([math.ldexp(taken.weight, -unit) for taken in record.inputs])
     share_I = weight_I * [taken.discount for taken in record.inputs]
@@ -364,7 +364,7 @@ class _Compared:
         }
         factor, tensor = max(self.factors, default=(0.0, ""))
         return ShardFigures(
-            # A fault of an hour ago may be repaired.
+            # Only the newest cosines: an earlier fault may have been repaired since.
             fmean(self.cosines[:NEWEST]), len(self._cosines),
             tuple(still) if len(still) < len(self.squares) else (),
             norms, len(self.factors), factor, tensor,
@@ -379,7 +379,7 @@ def _not_faded(squares: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 
 
 def _agreed(values: Sequence[float]) -> float:
-    """Returns the lower quartile if it is positive, the upper one if it is negative, else 0."""
+    """Returns the lower quartile if that is positive, the upper if that is negative, else 0."""
     ordered, few = sorted(values), len(values) // 4
     return max(ordered[few], 0.0) + min(ordered[-1 - few], 0.0)
 

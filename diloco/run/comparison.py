@@ -1,4 +1,4 @@
-"""Compares a learner's figures with those of the others.
+"""Compares a learner's figures with those of the other learners.
 
 A figure's distance from the others' median is measured in spreads. The spread is 1.4826 times the
 others' median absolute deviation, but at least a floor, so that small fleets of unequal machines
@@ -44,12 +44,12 @@ class Comparison(NamedTuple):
 
     @property
     def middle(self) -> float:
-        """The median of the others."""
+        """The median of `others`."""
         return median(self.others)
 
     @property
     def spread(self) -> float:
-        """The spread of the others around their median, as a standard deviation."""
+        """The spread of `others` around their median, as a standard deviation."""
         return 1.4826 * median(abs(value - self.middle) for value in self.others)
 
     def far(self, floor: float) -> float:
@@ -127,12 +127,12 @@ def error_of(values: Sequence[float]) -> float:
 
 
 def of_loss(one: LearnerStatus) -> float:
-    """Returns the median training loss of a learner's last updates that were merged with others."""
+    """Returns the median training loss of a learner's last updates (`LearnerStatus.beside`)."""
     return median(answer.loss for answer in one.beside)
 
 
 def highest_loss(one: LearnerStatus) -> float:
-    """Returns the highest training loss in a learner's `trend`: since the part of the tape read."""
+    """Returns the highest training loss among the points of a learner's `trend`."""
     return max(point.loss for point in one.trend)
 
 
@@ -147,7 +147,7 @@ def gaps_of(one: LearnerStatus) -> list[float]:
 
 
 def of_norm(one: LearnerStatus) -> float:
-    """Returns the logarithm of the median of a learner's norms, each relative to its round's."""
+    """Returns the logarithm of a learner's median norm, relative to the medians of the rounds."""
     return math.log(max(median(answer.norm for answer in one.beside), TINY))
 
 

@@ -85,7 +85,7 @@ def _invalid(one: LearnerStatus, now_s: float) -> Iterator[Finding]:
 
 
 def _step_time(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Finds step times far longer than the time available, or a tiny part of it."""
+    """Finds claimed step times that are far longer or far shorter than its updates allow."""
     if one.step_s is None:
         return
     told_s, took_s = one.step_s

@@ -332,7 +332,10 @@ def _nobody(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
 
 
 def _taken_up(run: RunStatus, longest_s: float) -> Iterator[Finding]:
-    """Yields findings on aggregators that crash repeatedly, or were absent over `longest_s`."""
+    """Yields findings on aggregators that crash repeatedly, or that let updates wait.
+
+    A wait of more than `longest_s` seconds is a finding.
+    """
     times, stood = run.takeovers, run.stood_still
     if stood is not None and stood.wait_s > longest_s:
         yield Finding(
@@ -359,7 +362,7 @@ def _taken_up(run: RunStatus, longest_s: float) -> Iterator[Finding]:
 
 
 def configuration(settings: RunSettings, changes: Sequence[Change] = ()) -> Iterator[Finding]:
-    """Yields a finding for each setting known to train badly, or one that there is none.
+    """Yields a finding for each setting known to train badly, or one that no setting is.
 
     Args:
         settings: the settings in force.
@@ -518,7 +521,7 @@ def _refused(run: RunStatus) -> Iterator[Finding]:
 
 
 def _owners(run: RunStatus) -> Iterator[Finding]:
-    """Yields the finding on fragments without an aggregator's lease, during a run."""
+    """Yields the finding on fragments that no aggregator owns, or on how many each one owns."""
     free = [one.fragment for one in run.fragments if one.free and not one.refused_by]
     if free and run.learners:
         listed = ", ".join(str(fragment) for fragment in free[:12])

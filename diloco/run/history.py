@@ -103,7 +103,7 @@ class Entries(Spooled[Entry]):
         return Entry(seq, self._times_s[seq], subject, body, self._sizes[index], raw=raw)
 
     def concerning(self, fragment: int, first_seq: int = 0) -> Sequence[Entry]:
-        """Returns the messages about a fragment or about no single one, from `first_seq` on."""
+        """Returns the messages about a fragment or about the whole run, from `first_seq` on."""
         of = [names.parse_subject(subject) for subject in self._names]
         about = [None if one is None else one.fragment for one in of]
         chosen = {index for index, one in enumerate(about) if one in (None, fragment)}
@@ -395,9 +395,13 @@ class Event:
 
 
 def act_of(body: wire.Body, at_s: float) -> Event | None:
-    """Returns the event that a message stored at `at_s` is for people; None for routine messages.
+    """Returns the event that a message records in the run's history; None for other messages.
 
     Events are joins, leaves, stop, end, changes of settings, checkpoints, quarantine and rollbacks.
+
+    Args:
+        body: the message.
+        at_s: when the message was stored, in seconds since the epoch.
     """
     match body:
         case wire.Join() as join:
@@ -423,7 +427,7 @@ def act_of(body: wire.Body, at_s: float) -> Event | None:
 
 
 def _change(changed: Sequence[str]) -> str:
-    """Returns a sentence on a change of settings; to pause and to continue have their own ones."""
+    """Returns a sentence on a change of settings: "paused", "continued", or the changed keys."""
     if len(changed) == 1 and changed[0] in _PAUSES:
         return _PAUSES[changed[0]]
     return f"settings changed: {'; '.join(changed) or 'carried over from the tape before'}"

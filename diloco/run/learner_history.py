@@ -13,14 +13,15 @@ from diloco.run.state import RECENT, Delays, MergedPoint, Throughput, UpdateAnsw
 
 # The most points of a trend; when there are more, every other one is dropped.
 POINTS = 64
-# The longest gaps between a learner's newest updates are left out of its rate: so many.
+# The number of longest gaps between a learner's newest updates that its rate leaves out.
 PAUSES = 2
-# In a round below this part of the fragment's longest no update is called short, or shortened: at
-# the end of a schedule, a learner that is a few steps behind sends far longer ones.
+# If a round's median norm is below this part of the greatest median of the fragment's rounds, none
+# of its updates counts as short, or as shortened by clipping: at the end of a learning-rate
+# schedule, a learner that is a few steps behind sends far longer updates than the others.
 FADED = 0.01
-# An update is long beside the usual one of its round, and beside this part of the longest round: a
-# new life's first steps are as long as the run's first, and where data are learnt by heart lengths
-# are chance.
+# An update counts as long if its norm is far above its round's median, and above this part of the
+# greatest median of the fragment's rounds. For the first updates of a new life are as long as the
+# run's first, and once a run has memorized its data, norms are small and vary by chance.
 SHORT = 0.35
 
 
@@ -105,7 +106,8 @@ class LearnerHistory:
     Times (`_s`, `_at_s`) are seconds since the epoch, if nothing else is said.
 
     Attributes:
-        release: from its newest join: release, digest of the packages' versions, and platform.
+        release: from its newest join: the program's release, digest of the packages' versions, and
+            platform.
         errors: errors that ended its last lives.
         views: (version, time) of each check in which its view differed from the run's.
         twins_s: times at which an earlier life left although a newer one had joined.
@@ -164,7 +166,10 @@ class LearnerHistory:
     _earlier: LifeTotals = field(default_factory=LifeTotals)
 
     def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
-        """Notes the next heartbeat, stored at `at_s`; a superseded life's adds to no total."""
+        """Notes the next heartbeat, stored at `at_s`.
+
+        The heartbeat of a superseded life is not added to the totals.
+        """
         self.last = LastHeartbeat(beat, at_s)
         newest = self._newest
         if newest is not None and beat.incarnation > newest.incarnation:

@@ -153,9 +153,9 @@ def breach(rule: str, told: Sequence[str], runbook: str, about: str = "store") -
 
 
 def deleted(store: ObjectStore, run: str) -> Iterator[Finding]:
-    """Yields a finding for each learner, and for the store, whose objects' files were deleted.
+    """Yields findings on objects whose files were deleted: one a learner, and one for the others.
 
-    Only a store in a folder can tell: it has a protected copy of each object. For other stores,
+    Only for a store in a folder, which has a protected copy of each object; for any other store,
     yields nothing.
     """
     if not isinstance(store, DirectoryStore):

@@ -144,7 +144,7 @@ class Observed:
         return {name: one.last for name, one in self.known.items() if one.last is not None}
 
     def names(self) -> set[str]:
-        """Every learner that a record, a join or a heartbeat names."""
+        """Returns the name of every learner that a record, a join or a heartbeat names."""
         members = (one.record.policy.members for one in self.records.values())
         return {one.learner for each in members for one in each} | self.known.keys()
 
@@ -240,7 +240,7 @@ class Observed:
                 self._whole_updates -= len(self.rounds.popleft().inputs)
         speeds = {one.learner: one.speed for one in record.policy.members}
         norm = self._longest.get(record.fragment, 0.0)
-        # A learner that is alone in a round would say what is long.
+        # A round of one learner does not count: its norm would define which norms are long.
         if len({one.learner for one in record.inputs}) > 1:
             norm = self._longest[record.fragment] = max(norm, usual_norm(record.inputs))
         answered = answers(record.inputs, waits, norm)
@@ -332,7 +332,10 @@ class Observed:
         return median([fmean(wait[unit] for wait in one.waits) for one in self._recent] or [0.0])
 
     def _takeovers(self, until_s: float) -> tuple[float, ...]:
-        """Returns when, in the last hour, the fragment with the most changes of owner had these."""
+        """Returns the times of a fragment's changes of owner in the hour before `until_s`.
+
+        The fragment is the one with the most changes.
+        """
         each = [
             tuple(at_s for at_s in found if at_s >= until_s - HOUR_S)
             for found in self._taken_s.values()
@@ -410,7 +413,7 @@ class Observed:
         return tuple(found), unborn
 
     def _is_unborn(self, life: int, newest: int) -> bool:
-        """Returns whether a heartbeat is of a life that never joined, and is to be ignored.
+        """Returns whether a heartbeat of incarnation `life` is of a life that never joined.
 
         A life's incarnation is the sequence of its join message. None can be above the tape's last
         sequence, which was read after the heartbeats. A reader that began in the middle of the tape

@@ -32,8 +32,9 @@ from diloco.run.shard_outliers import direction, explained, lone, still, tensors
 from diloco.run.state import Finding, LearnerStatus, MergedPoint, Throughput
 
 UPGRADE = "runbooks/upgrade.md"
-# Losses that differ by less than this part of what the run has learnt are all small: a new life's
-# first steps may take it back so far, and where data are learnt by heart a ratio is chance.
+# Losses that differ by less than this part of the fall of the others' losses are no finding: the
+# first steps of a new life may raise a loss by as much, and once a run has memorized its data, the
+# ratio of two losses varies by chance.
 MATERIAL = 0.15
 # A shorter upload or adoption is no trouble, whatever the others' take.
 UPLOAD_S, ADOPTION_S = 0.5, 1.0
@@ -110,7 +111,7 @@ def _of_two(one: LearnerStatus, other: LearnerStatus) -> Iterator[Finding]:
 
 
 def began(points: Sequence[MergedPoint], off: Callable[[MergedPoint], bool]) -> MergedPoint | None:
-    """Returns the earliest point that is off, with at least two thirds of all points from it on.
+    """Returns the earliest off point from which on at least two thirds of the points are off.
 
     Args:
         points: a learner's merged updates, the oldest first.
@@ -135,7 +136,7 @@ def _loss(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
         return
     losses = Comparison(of_loss(one), [of_loss(other) for other in others])
     middle = losses.middle
-    # In its rounds another may be the odd one.
+    # The gap may be large since another learner of the same rounds is the outlier.
     if math.copysign(1, far) * (losses.own - middle) <= MATERIAL * _learnt(others):
         return
     first = began(
@@ -161,7 +162,7 @@ def _loss(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Findi
 
 
 def _learnt(learners: Sequence[LearnerStatus]) -> float:
-    """Returns the median of how far the losses of these learners have fallen."""
+    """Returns the median fall of these learners' losses: highest loss less present loss."""
     return median(highest_loss(one) - of_loss(one) for one in learners)
 
 

@@ -31,12 +31,12 @@ TO_ZERO, MOSTLY_TO_ZERO = 0.5, 0.75
 # A learner that points elsewhere has other targets if its loss is HIGHER times the others', and may
 # have from NOT_LOWER times on.
 HIGHER, NOT_LOWER = 1.2, 1.05
-# From losses of this part of what they were on directions scatter: a learner is far only if its
-# cosine is below this smaller part of the others'.
+# Once the others' losses are below LEARNT times their highest values, directions scatter: then a
+# cosine of LEARNT_APART times the others' median or more is a note, and no warning.
 LEARNT, LEARNT_APART = 0.05, 0.1
-# Lone elements are reported if FEW_LONE updates have them, and if chance would have it with at most
-# this probability, given the rate among the others (plus one). Elements HUGE times the usual size
-# cannot come from a flipped bit of a mantissa.
+# Lone elements are reported if at least FEW_LONE updates have them, and if the probability of that,
+# at the rate of the others' updates (plus one update), is at most CHANCE. Elements HUGE times the
+# usual size cannot come from a flipped bit of a mantissa.
 FEW_LONE, CHANCE, HUGE = 3, 1e-4, 4096.0
 # The number of tensors that a finding names.
 NAMED = 5
@@ -125,7 +125,7 @@ def direction(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[F
 
 
 def _is_slow(one: LearnerStatus, others: Sequence[LearnerStatus]) -> bool:
-    """Returns whether its credited tokens a second are less than half of the others' median."""
+    """Returns whether a learner's credited tokens a second are under half the others' median."""
     own, *theirs = (each.trend[-1].tokens_per_s if each.trend else 0.0 for each in (one, *others))
     return 0 < 2 * own < median(theirs)
 
@@ -154,9 +154,9 @@ def still(one: LearnerStatus) -> Iterator[Finding]:
 
 
 def lone(one: LearnerStatus, others: Sequence[LearnerStatus]) -> Iterator[Finding]:
-    """Yields the finding on single elements far larger than those of the others' updates.
+    """Yields the finding on updates with single elements far larger than in others' updates.
 
-    Yields nothing if their number may be chance.
+    Yields nothing if the number of such updates may be chance.
     """
     own = one.shards
     assert own is not None

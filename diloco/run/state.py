@@ -28,7 +28,8 @@ class Finding:
     """One sentence on a run's health.
 
     Attributes:
-        severity: "ok": the subject is well; "note": a fact that asks for no action.
+        severity: "ok": the subject is well; "note": no action is needed; "warning" and "error": an
+            operator should act.
         about: the subject: "bus", "store", "clock", "learner island-a" ...
         advice: what to do; "" if nothing needs to be done.
         runbook: path from the repository's root; None if nothing needs to be done.
@@ -225,7 +226,7 @@ class LearnerStatus:
             merged together with other learners'.
         trend: some of its merged updates, spread over all that was read.
         shards: figures from the shards of its newest updates; None: not read, or missing.
-        release: from its join: release, digest of the packages' versions, and platform.
+        release: from its join: the program's release, digest of the packages' versions, platform.
         errors: the errors that ended its last lives, from their heartbeats.
         twins: times when an earlier life of it still ran although a newer had joined.
         views: version and time of each check in which its view differed from the run's.
@@ -308,7 +309,11 @@ class LearnerStatus:
         """Returns a finding on this learner.
 
         Args:
-            sentence: as all arguments not listed here, `Finding`'s attribute of this name.
+            sentence: `Finding.sentence`; `advice`, `runbook`, `severity` and `evidence` likewise.
+            advice: what to do.
+            runbook: path of the runbook.
+            severity: the severity.
+            evidence: figures.
             first: the update with which the fault began; None: unknown.
             since_s: when the fault began, in seconds since the epoch, if `first` is not given.
         """
@@ -358,9 +363,14 @@ class RunStatus:
     """A run at a moment; times are ages in seconds.
 
     Attributes:
+        state: "under way", "waiting for learners", "paused", "stopping", "ended", or "not wholly
+            created".
         current: False if the bus is unreachable: the status is that of `as_of_s` (seconds since the
             epoch), and it is unknown who has become silent since.
-        whole: counts are of the whole tape, not of its end alone.
+        whole: whether counts are of the whole tape, not only of its last part.
+        versions: sum of the fragments' versions; `versions_per_s`: versions made a second.
+        tokens_merged: tokens credited, averaged over the fragments; `tokens_per_s`: sum of the
+            learners' trained tokens a second.
         quiet_s: age of the tape's newest message; `stopping_s`: age of its stop message, or of a
             newer record.
         strangers: by learner's name, the incarnation of the newest heartbeat if that life never

@@ -260,7 +260,7 @@ class Builder:
         ]
 
     def look_at(self, messages: int) -> None:
-        """Sets how many rounds are sampled for cosines: about `COSINES` of `messages` messages."""
+        """Sets the rounds whose cosines are computed: about `COSINES` on a tape of this length."""
         self._every = 1 + messages // (5 * COSINES)
 
     def take(self, item: Item) -> None:

@@ -271,7 +271,7 @@ def is_bus(target: str) -> bool:
 
 
 def bus_section(target: str | None) -> BusSection:
-    """Returns how to reach a bus: by its URL, by a run's file, or (None) by the defaults."""
+    """Returns the configuration of a bus given by its URL or a run's file; None: the default."""
     if target is None:
         return BusSection()
     return BusSection(url=target) if is_bus(target) else load_config(find_config(target)).bus

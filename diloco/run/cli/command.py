@@ -31,7 +31,7 @@ def group(summary: str | None = None) -> typer.Typer:
 def command(
     app: typer.Typer, name: str | None = None, *, daemon: bool = False, logs: str = "error"
 ) -> Callable[[F], F]:
-    """Returns a decorator that makes a function a command; its docstring is the command's help.
+    """Returns a decorator that makes a function a command, with its docstring as the help.
 
     The function's parameters become options, and so do the fields of a parameter that is a
     dataclass of options. The function returns the exit status; None is 0.

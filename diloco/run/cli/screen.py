@@ -109,9 +109,9 @@ def plain_table(
     """Returns a table without lines.
 
     Args:
-        columns: their titles. The first column, and those in `words`, are aligned left; all
-            others are figures.
-        words: titles of further columns that hold names or sentences.
+        columns: titles of the columns. The first column, and those in `words`, are aligned left;
+            all others have numbers, and are aligned right.
+        words: titles of further columns that have names or sentences.
         title: title of the table.
         wraps: whether long cells wrap to a next line, rather than be cut.
     """

@@ -44,7 +44,7 @@ def parse_assigned(document: Mapping[str, object]) -> RunSettings:
     """Parses a document of a run's settings that `assign` has changed.
 
     Raises:
-        ConfigError: no setting of that name, or no such value.
+        ConfigError: a setting is unknown, or has an invalid value.
     """
     try:
         return parse_settings(document)

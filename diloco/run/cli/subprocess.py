@@ -47,7 +47,8 @@ def call_isolated_heard(
     Args:
         hear: called here with each (amount done, amount in all) that the function reports.
         function: takes, before `args`, a function to which it reports its progress.
-        args: further arguments of the function, as `kwargs`.
+        args: further arguments of the function.
+        kwargs: named arguments of the function.
     """
     if "jax" in sys.modules:
         return function(hear, *args, **kwargs)
@@ -130,7 +131,7 @@ def _result(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any
 
 
 class Isolated:
-    """An object of a user's task that lives in another process; in this one if JAX is loaded.
+    """An object of a user's task that is in another process, or in this one if JAX is loaded.
 
     Args:
         kind: the object's class, as "module:name"; it is imported where the object is made.

@@ -77,7 +77,7 @@ def sample(
 
 @dataclass(frozen=True, kw_only=True)
 class FollowOptions:
-    """Options for following a run."""
+    """The options of `diloco follow`."""
 
     to: Annotated[Path, typer.Option("--to", help="folder of the versions", metavar="DIR")]
     form: Annotated[

@@ -3,11 +3,11 @@
     DIR/weight_v000012   the twelfth version here: whole, or the bits that differ from the eleventh
     DIR/.whole-000012    the newest version, whole, to compare the next one with
 
-`/pull_weights` of SGLang reads this form, by which slime and miles bring versions to their engines:
-a whole version is a folder of `--format hf`. A delta has the same files, in which each tensor's
-bytes are the exclusive or of its bytes in this version and in the one before, compressed, with a
-checksum of this version's bytes. A reader with version n - 1 applies delta n; any other reader
-begins with a whole version.
+SGLang's `/pull_weights` reads this form, in which the trainers slime and miles bring versions to
+inference engines. A whole version is a folder of `--format hf`. A delta has the same files; in
+these, a tensor's bytes are the exclusive or of its bytes in this version and in the one before,
+compressed, with a checksum of this version's bytes. A reader with version n - 1 applies delta n;
+any other reader begins with a whole version.
 """
 
 import asyncio

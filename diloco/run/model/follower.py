@@ -221,7 +221,7 @@ class Follower:
         return tuple(found)
 
     def _can_be_had(self, target: Sequence[HeardRecord]) -> bool:
-        """Returns whether a record of the target is due, and none due was found unreadable."""
+        """Returns whether a record of the target is due, and no due view was found unreadable."""
         return any(self._is_due(heard) for heard in target) and not self._refused(target)
 
     def _is_due(self, heard: HeardRecord) -> bool:

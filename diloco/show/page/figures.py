@@ -110,7 +110,8 @@ def _losses(name: str, run: Shown, along: Column, scored: Column, place: int) ->
     Args:
         name: name of one of several runs; "": the run is alone, and shown in more detail.
         run: the run's numbers.
-        along: x of each merged update; `scored`: x of each score.
+        along: x of each merged update.
+        scored: x of each score.
         place: number of the run among several, which chooses its colour.
     """
     inputs = run.series.inputs
@@ -350,7 +351,10 @@ def _shares(values: Column, title: str, label: str) -> Panel:
 
 
 def _weights(shown: Shown) -> Panel:
-    """Returns a panel of the updates' shares of their round's weight, by learner if few."""
+    """Returns a panel of the updates' shares of their round's weight: by learner, or of all.
+
+    Only a few learners have a row each.
+    """
     inputs, learners = shown.series.inputs, shown.series.learners
     share = inputs["weight"] * inputs["discount"]
     row = inputs["round"].astype(np.int64)

@@ -101,7 +101,10 @@ class LiveRun:
             await cancel(scoring)
 
     async def _followed(self) -> bool:
-        """Follows the tape from the next message on; returns False if bus or store go away."""
+        """Follows the tape from the next message on.
+
+        Returns False if bus or store are unreachable, True if no more messages will come.
+        """
         try:
             if self.progress is not None:
                 await self.catch_up()

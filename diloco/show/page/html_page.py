@@ -131,8 +131,10 @@ def whole(title: str, head: Markup, header: Markup, main: Markup, end: Markup = 
 
     Args:
         title: title and heading of the page.
-        head: markup of the element `head`; `header`, `main`: of these elements.
-        end: markup after `main`.
+        head: further markup of the element `head`.
+        header: markup of the element `header`, after the heading.
+        main: markup of the element `main`.
+        end: markup after the element `main`.
     """
     meta = joined(
         element("meta", {"charset": "utf-8"}),

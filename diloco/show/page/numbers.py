@@ -225,9 +225,10 @@ def to_the_round(of: Column, norms: Column) -> Column:
 
 
 def standing_out(shown: Shown) -> list[int]:
-    """Returns the indices of at most `LINES` learners, ascending.
+    """Returns the indices of the learners whose loss and norm stand out most, ascending.
 
-    They are those whose loss is farthest from the run's median, and norm from the round's.
+    These are at most `LINES` learners. How far one stands out is the sum of two distances on a
+    logarithmic scale: of its loss from the run's median, of its norms from their rounds' medians.
     """
     inputs = shown.series.inputs
     if not len(inputs):

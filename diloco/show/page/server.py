@@ -104,7 +104,7 @@ class Board:
         self._hang("learners", "drawn", b"%d" % self._number)
 
     def say(self, said: Mapping[str, Any]) -> None:
-        """Replaces the status at the page's head, which `LivePage` describes by JSON values."""
+        """Replaces the status at the page's head: JSON values for the page's script."""
         self._hang("", "state", json.dumps(said).encode())
 
     def _hang(self, name: str, event: str, data: bytes) -> None:

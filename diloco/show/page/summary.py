@@ -150,7 +150,7 @@ def _losses(shown: Shown) -> list[Fact]:
 
 
 def recent(series: TimeSeries, column: str) -> dict[str, float]:
-    """Returns, by learner, the median of a column of `TimeSeries.inputs` over its last updates.
+    """Returns by learner the median of a column of `TimeSeries.inputs` over the newest updates.
 
     Learners without a merged update are left out.
     """
