@@ -1,8 +1,10 @@
-"""One life of a process in the simulation, and the faults that may befall it.
+"""A simulated process, called an actor, and the faults that may strike it.
 
-An actor has its own clients of bus and store (`simbus.py`, `simstore.py`), its own clock and its
-own random numbers. It counts its effects on the world, so that it can be killed at its k-th effect,
-before or after that takes place. It can be paused for any time and then goes on with its state.
+A daemon that restarts gets a new actor; the time of one actor is one *life* of the daemon, and of a
+learner one incarnation. An actor has its own clients of bus and store (`simbus.py`, `simstore.py`),
+its own clock and its own random numbers. It counts its effects on the world, so that it can be
+killed at its k-th effect, before or after that effect takes place. It can be paused for any time
+and then continues with its state.
 """
 
 import asyncio
@@ -70,13 +72,13 @@ class ActorLog:
 
 
 class Actor:
-    """One life of a process.
+    """A simulated process, from its start to its end or death.
 
     Args:
         name: name of the process.
-        world: the world in which the process lives.
-        faults: rates of faults of its operations.
-        offset_s, drift: error of its clock against the world's: seconds, and seconds a second.
+        world: the world in which the process runs.
+        faults: rates of faults of the process's operations.
+        offset_s, drift: error of the process's clock: seconds ahead, and seconds gained a second.
         reads_replicas: the process may read from a stream's replica that lacks the newest
             messages, as learners do.
     """

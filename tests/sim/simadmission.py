@@ -1,4 +1,4 @@
-"""The checker of merged and rejected updates: lies, damage, and quarantined learners."""
+"""The checker of verdicts: on lies of hostile learners, damaged updates, quarantined learners."""
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
@@ -18,8 +18,8 @@ class Admission:
     """Checks which updates one tape's records merge and reject.
 
     Args:
-        rotten: names of the damaged objects.
-        injected: number of faults so far, by kind.
+        rotten: names of the objects that the simulation has damaged.
+        injected: number of injected faults so far, by kind.
         shut_out: learners that are quarantined when the tape begins.
     """
 

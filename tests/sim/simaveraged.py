@@ -1,10 +1,10 @@
 """The checker of averaged state and of overwriting versions (docs/adr/0039-trained-frozen-state.md).
 
 A version of averaged state overwrites a learner's state, and the learner drops the progress that it
-has not sent by then. So each step of a life is either in exactly one update, or was dropped at a
-version that the life adopted after the step. The same holds for every fragment where `sync.adopt`
-is "overwrite". A version of averaged state is a mean weighted by tokens, whatever the run's outer
-optimizer is.
+has not sent by then. So each step of an incarnation is either in exactly one update, or was dropped
+at a version that the learner adopted after the step. The same holds for every fragment where
+`sync.adopt` is "overwrite". A version of averaged state is a mean weighted by tokens, whatever the
+run's outer optimizer is.
 """
 
 import bisect
@@ -23,7 +23,7 @@ NEARLY_NOTHING = 1e-5
 
 
 class Life(NamedTuple):
-    """A life of a learner on one tape."""
+    """An incarnation of a learner on the tape of one epoch."""
 
     epoch: int
     learner: str
@@ -32,11 +32,13 @@ class Life(NamedTuple):
 
 @dataclass
 class _Account:
-    """The version and the data positions of one life.
+    """The version and the data positions of one incarnation. Positions are in batches.
 
-    `version`: the newest adopted version. `overwritten`: positions at which the life adopted a
-    newer version, ascending; the first is the position at which the life began. `sent`: the
-    position at which its last update ends.
+    Attributes:
+        version: the newest adopted version.
+        overwritten: positions at which a newer version was adopted, ascending; the first is the
+            position at which the incarnation began.
+        sent: the position at which the last update ends.
     """
 
     version: int
@@ -46,7 +48,7 @@ class _Account:
 
 @dataclass
 class Overwritten:
-    """Checks one fragment, on one tape, whose versions overwrite the learners' values."""
+    """Checks a fragment, on one tape, whose versions overwrite the learners' values."""
 
     fragment: int
     _lives: dict[tuple[str, int], _Account] = field(default_factory=dict)

@@ -19,12 +19,15 @@ from diloco.learner.core.events import Ready
 
 @dataclass
 class _Account:
-    """The updates and data positions of one life.
+    """The updates and data positions of one incarnation. Positions are in batches.
 
-    `restored`: positions at which the life adopted a rollback, ascending; the first is the position
-    at which the life began. `seq`: number of its newest update, which ends at the position `sent`.
-    `let_go`: number of steps dropped after that. `merged`: version and record sequence that merged
-    its newest update; (0, 0) while none has.
+    Attributes:
+        restored: positions at which a rollback was adopted, ascending; the first is the position at
+            which the incarnation began.
+        seq: number of the newest update.
+        sent: the position at which the newest update ends.
+        let_go: number of steps after `sent` that were dropped.
+        merged: version and record sequence that merged the newest update; (0, 0) if none has.
     """
 
     restored: list[int]
@@ -36,7 +39,7 @@ class _Account:
 
 @dataclass
 class Blended:
-    """Checks one fragment, on one tape, whose versions learners blend with their own progress."""
+    """Checks a fragment, on one tape, whose versions learners blend with their own progress."""
 
     fragment: int
     fading: float

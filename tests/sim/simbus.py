@@ -1,7 +1,7 @@
 """The simulation's bus: the in-memory broker's streams, and each actor's faulty client of them.
 
-The broker is told of every message it stores (`hear`), and hands messages to their readers by
-subject, so that a run with many readers costs no more than its deliveries.
+The broker calls `hear` for each message that it stores, and finds a message's readers by subject,
+so that the cost of a run with many readers is that of its deliveries alone.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ TICK_S = 1e-3
 
 
 class Reader:
-    """The messages that one `read` call has not taken yet."""
+    """The messages that the iterator of one `read` call has not yielded yet."""
 
     def __init__(self, stream: str, subjects: list[str]) -> None:
         self.stream = stream
@@ -55,7 +55,7 @@ class Reader:
 
 
 class Pattern:
-    """A subject pattern: its present readers, and the known subjects that it matches."""
+    """A subject pattern, the readers of this pattern, and the known subjects that it matches."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
@@ -67,7 +67,7 @@ class SimBroker(MemoryBroker):
     """The world's streams.
 
     Args:
-        clock: returns seconds since the epoch.
+        clock: returns seconds of Unix time.
         hear: called with (stream, message) after each message is stored.
         trimming: called with (stream, subject, sequence) before the subject's messages below that
             sequence are removed.

@@ -1,6 +1,6 @@
 """The checker of one fragment's updates and records.
 
-It follows the fragment by the tape's messages alone, and raises the first broken rule as a
+The checker follows the fragment by the tape's messages alone, and raises the first broken rule as a
 `Violation`.
 """
 
@@ -52,7 +52,12 @@ def update_id(taken: wire.Input | wire.Rejected | wire.Manifest) -> UpdateId:
 
 
 class Sent(NamedTuple):
-    """An update whose manifest is on the tape; `manifest` is None once a record has resolved it."""
+    """An update whose manifest is on the tape.
+
+    Attributes:
+        manifest: the manifest; None once a record has a verdict on the update.
+        covers: the steps that the update covers.
+    """
 
     manifest: wire.Manifest | None
     covers: Covers
@@ -62,8 +67,8 @@ class Sent(NamedTuple):
 class Chain:
     """Checks one fragment on one tape.
 
-    `unresolved`: each update that no record answers, with its sequence, oldest first. `merged`: the
-    merged steps of each learner, as sorted starts and the stop of each.
+    `unresolved`: the updates without a verdict and their stream sequences, oldest first. `merged`:
+    for each learner the merged steps as intervals: the sorted starts, and the stop of each start.
     """
 
     fragment: int

@@ -1,7 +1,7 @@
 """A learner's disk in the simulation: real files, which outlive the learner's processes.
 
-A learner that returns must continue from its newest complete checkpoint. The newest file may be cut
-short when power fails.
+A learner that restarts must continue from its newest complete checkpoint. A power failure may cut
+the newest file short.
 """
 
 import random

@@ -11,20 +11,20 @@ class Faults:
         delay: an operation, a delivery or an answer takes `delay_s` longer.
         lost_request: a request to the bus has no effect, and its sender gets an error.
         lost_answer: a request to the bus takes effect, and its sender gets an error.
-        late_request: the sender gets an error, and the request takes effect `late_s` later, since
-            it lay in the client's buffer.
+        late_request: the sender gets an error, and the request takes effect `late_s` later, as if
+            it had waited in the client's buffer.
         duplicate: a message is stored, and its sender gets an error after the duplicate window, so
             that a retry stores the message a second time.
         redelivered: a reader gets a message for a second time.
-        lost_broadcast: nobody receives a broadcast.
+        lost_broadcast: no process receives a broadcast.
         stale_read: a learner's `last` is answered by a replica that lacks up to `stale_messages`
             of the newest messages; other processes ask the stream's leader.
-        false_answer: a cluster answers a compare-and-swap wrongly: "refused" for one that it has
-            stored, or "stored" for a retry that it refuses.
+        false_answer: a cluster answers a compare-and-swap wrongly: "refused" for a message that it
+            has stored, or "stored" for a retry that it refuses.
         rot: a learner's shard is damaged as soon as it is stored.
         rot_version: an object of a version is damaged as soon as an aggregator has stored it.
         rot_message: a learner's manifest is stored so that it cannot be decoded.
-        rot_record: a record on the tape is damaged, after its waiting readers have it.
+        rot_record: a record on the tape is damaged, after its present readers have received it.
         store_refused: the store does not carry out a call, and the caller gets an error.
         store_lost_answer: the store carries out a call, and the caller gets an error.
         store_slow: a call of the store takes `slow_s` longer.

@@ -1,4 +1,4 @@
-"""The faults that strike a simulated run, at times drawn from the seed, until faults are ended."""
+"""The faults that strike a simulated run, at times drawn from the seed, until the run's last, calm phase."""
 
 import asyncio
 import itertools

@@ -1,7 +1,7 @@
-"""The checker of garbage collection: keeps its own account of the objects that recovery needs.
+"""The checker of garbage collection: computes by itself which objects recovery needs.
 
-The checker notes each fragment's records as they are stored. Against them it checks every object
-that is about to be deleted and every subject that is about to be trimmed.
+The checker reads each fragment's records as they are stored. By these records it checks every
+object that is about to be deleted and every subject that is about to be trimmed.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +12,7 @@ from diloco.common.protocol import names, wire
 
 
 class Made(NamedTuple):
-    """A version: its record's sequence and time, and whether it was merged from updates."""
+    """A version: its record's stream sequence and time, and whether it was merged from updates."""
 
     version: int
     record_seq: int
@@ -26,8 +26,8 @@ class Needs:
 
     Attributes:
         wholes: versions whose view and outer state are stored, ascending.
-        deltas, states, shards: the version to which each object belongs.
-        pinned: (checkpoint, version) for each of the tape's checkpoints.
+        deltas, states, shards: the version to which each object belongs, by the object's name.
+        pinned: (checkpoint, version) for each checkpoint on the tape.
     """
 
     made: list[Made] = field(default_factory=list)
@@ -68,13 +68,13 @@ class Needs:
 
 
 class GarbageChecker:
-    """Checks that nothing needed is deleted or trimmed.
+    """Checks that no needed object is deleted and no needed message is trimmed.
 
     Args:
         run: the run's name.
         fragments: the number of fragments.
         replay_window_s, keep_checkpoints: the settings of the run's collectors.
-        hold: raises unless its first argument is true.
+        hold: raises a `Violation` unless its first argument is true.
         sent: returns whether the update of a shard may still be merged.
     """
 

@@ -1,8 +1,8 @@
-"""A hostile learner, whose manifests decode, and lie.
+"""A hostile learner, whose manifests can be decoded and state falsehoods.
 
-It has a learner's credentials: it may publish under its own subjects and store objects under its
-own prefix, and do nothing else. Each lie is one update. Only lies that an honest learner might have
-sent as well may be merged (`MAY_BE_MERGED`).
+The hostile learner has a learner's credentials: it may publish under its own subjects and store
+objects under its own prefix, and do nothing else. Each lie is one update. Only lies that an honest
+learner might have sent as well may be merged (`MAY_BE_MERGED`).
 """
 
 import asyncio
@@ -157,7 +157,7 @@ class Liar:
         context: the liar's context, with its own bus and store.
         world: the simulated world, whose checkers are told which updates are lies.
         rng: draws the lies.
-        positions: yields data positions, over all lives of the liar.
+        positions: yields data positions, ascending over all incarnations of the liar.
     """
 
     def __init__(

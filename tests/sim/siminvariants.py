@@ -1,7 +1,7 @@
 """The checkers: the rules that must hold whenever a message or an object is stored or removed.
 
-Checkers have accounts of their own (`simchain.py`, `simadmission.py`, `simgarbage.py`), made from
-the contents of the broker and the store; they believe no actor. The first broken rule ends the
+Each checker has its own state (`simchain.py`, `simadmission.py`, `simgarbage.py`), computed from
+the contents of the broker and the store; it relies on no actor. The first broken rule ends the
 simulation as a `Violation`.
 """
 

@@ -90,10 +90,10 @@ class SimClaims(Claims):
 
 @dataclass(kw_only=True)
 class SimSynchronizer(Synchronizer):
-    """A `Synchronizer` that shows the checkers each view that it adopts.
+    """A `Synchronizer` that tells the checkers of each view that it adopts.
 
     Attributes:
-        life: the learner's life to which it belongs.
+        life: the learner's incarnation to which the synchronizer belongs.
     """
 
     life: Life
@@ -110,13 +110,13 @@ class SimLearner:
     """A learner in virtual time, with the production publisher, receiver, core and synchronizer.
 
     Args:
-        world: the world in which it trains.
-        index: its number, from which its name is made.
+        world: the world in which the learner trains.
+        index: the learner's number, from which its name is made.
         step_s: mean seconds of an inner step.
         heartbeat_interval_s: seconds between heartbeats.
-        hosts: possible numbers of hosts; each life draws one of them.
-        disk: keeps its checkpoints.
-        life: arguments of `Actor` for each of its lives.
+        hosts: possible numbers of hosts; each start of the learner draws one of them.
+        disk: the disk with the learner's checkpoints.
+        life: arguments of `Actor` for each start of the learner.
     """
 
     def __init__(

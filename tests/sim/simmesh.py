@@ -1,8 +1,8 @@
 """A learner of several hosts in the simulation: a randomly chosen host uploads each block.
 
-A learner's mesh must make no difference to other processes. The hosts store their shards at the
-same time; one process stands for all hosts. A host may be lost while it stores its shards: the
-other hosts' shards are stored, nobody announces them, and the process ends.
+A learner's mesh must make no difference to other processes. One actor simulates all hosts, which
+store their shards at the same time. A host may be lost while it stores its shards: the other hosts'
+shards are stored, no process announces them, and the actor ends.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ def _owners(rng: random.Random, hosts: int, blocks: int) -> np.ndarray:
 
 
 class _Host:
-    """A host's part of a replica, with the methods that `Uploader` calls."""
+    """The blocks of a replica on one host, with the methods that `Uploader` calls."""
 
     def __init__(self, replica: LightReplica, owned: list[np.ndarray]) -> None:
         self._replica = replica
@@ -55,7 +55,7 @@ class _Host:
 
 
 class MeshUploader:
-    """The uploader of a learner whose blocks lie on several hosts."""
+    """The uploader of a learner whose blocks are on several hosts."""
 
     def __init__(self, context: Context, replica: LightReplica, actor: Actor, hosts: int) -> None:
         self._actor = actor

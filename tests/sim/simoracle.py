@@ -1,6 +1,6 @@
-"""The oracle beside a simulated run: reads every message; each violation ends the simulation.
+"""The oracle in a simulated run: it reads every message, and a violation ends the simulation.
 
-The oracle's rules are in `diloco/judge/oracle`; the simulator's own are in `siminvariants.py`.
+The oracle's rules are in `diloco/judge/oracle`; the simulator's own rules in `siminvariants.py`.
 """
 
 import struct

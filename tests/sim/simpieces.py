@@ -1,6 +1,7 @@
-"""A long simulation in pieces of some seeds: a file has a line for each piece that has passed.
+"""A long simulation, divided into pieces of some seeds each, that can be interrupted.
 
-A piece with a line is not run again, if the line is of the same commit and the same settings.
+A file has a line for each piece that has passed. Such a piece is not run again if the line is of
+the same commit and the same settings.
 """
 
 import json
@@ -16,7 +17,7 @@ PIECE = 50
 
 
 class Sums(NamedTuple):
-    """The sums over some seeds."""
+    """The number of some seeds, and sums over their simulations."""
 
     seeds: int
     events: int
@@ -51,8 +52,8 @@ class Results:
     """The file of pieces that have passed.
 
     Args:
-        path: path of the file, which is made with the first piece.
-        commit: the simulated commit.
+        path: path of the file, which is created with the first piece.
+        commit: the commit whose code is simulated.
     """
 
     def __init__(self, path: Path, commit: str) -> None:

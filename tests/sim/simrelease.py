@@ -1,7 +1,7 @@
 """Messages as an earlier release of this program would write them: without later fields.
 
-Other decisions of that release are not simulated: a later field of a record's inputs is left out
-only if its value is the default, which readers take for a missing field.
+Decisions by the rules of that release are not simulated: a later field of a record's inputs is left
+out only if its value is the default, which is what readers assume for a missing field.
 """
 
 from typing import Any

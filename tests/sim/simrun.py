@@ -1,7 +1,7 @@
 """One simulated run under faults, and its outcome.
 
 `simtrial.py` derives the run and its faults from the seed. For three quarters of the time there are
-faults; then there are none, and the run must end by itself with every update resolved.
+faults; then there are none, and the run must end without help, with a verdict on every update.
 """
 
 import asyncio

@@ -1,12 +1,13 @@
 """The checker of the data's shares: counts the batches that learners really trained.
 
-Each step of a learner tells the checker its batch and its share; messages do not. From the steps
-follow the batches that each update covers, and how far each share is read. Two rules are checked:
+Learners report the batch and the share of each step to the checker, since messages do not state
+them. From the steps follow the batches that each update covers, and how far each share is read. Two
+rules are checked:
 
 - no batch is in two merged updates of a fragment;
 - no batch is skipped: a learner trains a batch only if all earlier ones of its share were trained,
-  and leaves a share only at its end; the position at which a life ends, as messages state it, is
-  exactly where its work ends.
+  and leaves a share only at its end; the position at which an incarnation ends by its messages is
+  exactly the position after its last step.
 
 The oracle checks that free shares are granted, and to whom.
 """
@@ -27,7 +28,7 @@ Batch = tuple[int, int]
 
 
 class _Said(NamedTuple):
-    """A data position that a learner has announced for these fragments; None: for all."""
+    """A data position that a learner has announced for `fragments`; None: for all fragments."""
 
     seq: int
     position: int
@@ -38,7 +39,7 @@ class Batches:
     """Checks the batches of one tape.
 
     Args:
-        sizes: how an epoch is divided into shares; None: it is not.
+        sizes: the sizes of epoch and shares; None: the data has no shares.
         fragments: the run's number of fragments.
         earlier: each learner's data position at the tape's beginning.
         injected: counts events by kind.

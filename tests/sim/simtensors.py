@@ -1,7 +1,7 @@
 """Substitutes of tensors in the simulation.
 
-From every update the checkers can read which steps of its learner it covers, and so find steps that
-were merged twice or never. There are three kinds of substitutes:
+From every update the checkers can read which steps of its learner the update covers, and so find
+steps that were merged twice or never. There are three kinds of substitutes:
 
 - *light* tensors (`Light`): vectors of a few elements whose values are a digest of all merged
   updates, in order. They replace the arithmetic below `FragmentArrays`, and `Replica`; production
@@ -70,8 +70,8 @@ def _read_parts(store: ObjectStore, entries: Sequence[wire.Shard], block: int) -
 class LightReplica:
     """Replaces `diloco.learner.tensors.send_and_adopt.Replica`: keeps only which steps each update covers.
 
-    A fragment's next update covers the steps [start, position). Once the update in flight is
-    answered, `start` is the position at which that update ended. A version that overwrites theta
+    A fragment's next update covers the steps [start, position). Once the update in flight has a
+    verdict, `start` is the position at which that update ended. A version that overwrites theta
     sets `start` to the present position; one that is blended drops the first steps (`faded`).
     """
 

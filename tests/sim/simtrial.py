@@ -1,6 +1,6 @@
-"""The meaning of a seed: a run's settings, the kinds of faults, and their frequency.
+"""Derives a simulation from a seed: the run's settings, the kinds of faults, their frequency.
 
-Each kind of fault has its own random numbers, so that leaving one out does not change the others.
+Each kind of fault has its own random numbers, so leaving out a kind does not change the others.
 """
 
 import random
@@ -92,12 +92,14 @@ MOST = LIAR_INDEX
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The parameters of a simulation; `ValueError` names those that cannot be simulated.
+    """The parameters of a simulation.
+
+    The constructor raises `ValueError` for parameters that cannot be simulated.
 
     Attributes:
         kinds: kinds of faults that may occur; the seed chooses among them.
-        intensity: factor of the faults' usual frequency, which is far above that of real runs.
-        dense: tensors are dense ledgers, with the production arithmetic.
+        intensity: factor of the default frequency of faults, which is far above that of real runs.
+        dense: True for dense ledgers as tensors, with the production arithmetic.
     """
 
     seed: int

@@ -60,11 +60,11 @@ class World:
         faults: rates of faults of actors without rates of their own.
         streams: replicas and limits of the run's streams.
         gc: settings of garbage collection.
-        traced: whether to keep the last events.
+        traced: True to keep the last events, for a trace.
         record_bytes: size above which a record's body is in an object.
         averaged: whether the last of several fragments holds averaged state.
-        sizes: how an epoch of the data is divided into shares; None: it is not.
-        share_expiry_s: seconds of silence after which an aggregator ends a life that holds shares.
+        sizes: the sizes of the data's epoch and shares; None: the data has no shares.
+        share_expiry_s: seconds of silence after which an aggregator frees a learner's shares.
     """
 
     def __init__(

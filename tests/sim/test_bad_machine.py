@@ -1,4 +1,4 @@
-"""One bad machine beside healthy ones: no fragment stands still for longer than a lease and 10 s."""
+"""One bad machine among healthy ones: no fragment is stalled for longer than a lease and 10 s."""
 
 import asyncio
 import itertools

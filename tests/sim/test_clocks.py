@@ -1,4 +1,4 @@
-"""Clocks that somebody sets forward or back, by minutes or hours: the run keeps its pace."""
+"""Clocks that are set forward or back, by minutes or hours: the run keeps its pace."""
 
 import asyncio
 import itertools

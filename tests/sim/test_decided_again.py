@@ -1,4 +1,4 @@
-"""Whatever happens to a run, its tape and its records give every decision again."""
+"""Every decision of a run can be reproduced from its tape and records, under any faults."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""A tape is as sound where versions overwrite learners' parameters, or are blended with them."""
+"""Tapes are sound also if versions overwrite learners' parameters, or are blended with them."""
 
 import pytest
 from simlearner import SimLearner

@@ -1,4 +1,4 @@
-"""Shares of the data in virtual time: whoever comes, goes, dies or is silent, no batch is read twice."""
+"""Shares of the data in virtual time: though learners come, go or die, no batch is read twice."""
 
 import asyncio
 
