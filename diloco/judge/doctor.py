@@ -348,7 +348,7 @@ def _task_of(config: Config) -> list[Finding]:
 
 
 class _Way(NamedTuple):
-    """The options of an examination: the arguments of `examine`."""
+    """The arguments of `examine` that say how to examine."""
 
     deep: bool
     told: Told

@@ -133,7 +133,7 @@ async def _newest_version(context: RunContext, fragment: int) -> int:
 
 
 def fragment_of(run: str, name: str) -> int | None:
-    """Returns the fragment to which an object belongs; None for an object of the whole run."""
+    """Returns the fragment of an object, by its name; None for an object of the whole run."""
     if (sent := names.parse_shard(run, name)) is not None:
         return sent.fragment
     fragment = name.removeprefix(names.global_prefix(run)).partition("/")[0]

@@ -181,7 +181,7 @@ def _lives(heard: TapeFacts, learners: set[str]) -> dict[str, int]:
 
 
 def _count(sequences: Sequence[int], trim: Trim) -> int:
-    """Returns the number of messages that a trim removes."""
+    """Returns the number of messages that a trim removes; `sequences` are those of its subject."""
     return sum(seq < min(trim.below_seq, sequences[-1]) for seq in sequences)
 
 

@@ -392,7 +392,10 @@ class _MergedRound:
         return [views[fragment] for fragment in sorted(views)]
 
     def _merged(self, arrays: FragmentArrays, inputs: Sequence[wire.Input]) -> Vector:
-        """Returns the view after a round with these inputs only; unchanged if there are none."""
+        """Returns the view after a round with these inputs only; advances `arrays` to this round.
+
+        Without inputs nothing changes.
+        """
         record, history = self._record, self._history
         in_force = history.settings_at(record.policy.settings_seq)
         settings = settings_of(in_force, history.layout, record.fragment)

@@ -143,7 +143,7 @@ class Redactor:
         return text
 
     def path(self, name: str) -> str:
-        """Returns the replacement of an object's name, or of a subject."""
+        """Returns the name of an object, or a subject, with each known name in it replaced."""
         separator = "." if name.startswith("diloco.") else "/"
         return separator.join(self.name(token) for token in name.split(separator))
 

@@ -249,7 +249,7 @@ def _read_names(record: wire.Record) -> Iterator[str]:
 
 
 class _ReadAhead:
-    """A store that reads announced objects in advance, on other threads."""
+    """A store that reads objects in advance on other threads, once `expect` has named them."""
 
     def __init__(self, store: ObjectStore, pool: ThreadPoolExecutor) -> None:
         self._store = store

@@ -340,7 +340,7 @@ def _decides_as_it_was(
 
 
 def _redecided(history: History, fragment: int, chain: Chain, change: Change) -> list[VersionPlan]:
-    """Returns the rounds that the changed settings give."""
+    """Returns a fragment's rounds, decided again under the changed settings."""
 
     def rules_at(seq: int) -> formulas.FragmentRules:
         return rules_of(history, change(history.settings_at(seq)), fragment)

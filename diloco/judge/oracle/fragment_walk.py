@@ -136,7 +136,7 @@ class Chain:
             yield from self._decision(base, record)
 
     def _first(self, record: wire.Record, seq: int) -> Iterator[RuleBreach]:
-        """Checks the first record of a fragment that the tape has."""
+        """Checks a record that has none before it on the tape; `seq` is its stream sequence."""
         found = (record.epoch, record.layout)
         if found != (self._epoch, self._layout.digest):
             yield RuleBreach("chain", "epoch, layout", (self._epoch, self._layout.digest), found)

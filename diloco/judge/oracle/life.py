@@ -244,9 +244,10 @@ class OwnerLife:
         return part * numbers.growth(there) if self.settings.robust and not self.averaged else part
 
     def position(self, *, without_sum: bool) -> int:
-        """Returns the lowest stream sequence that the next record does not answer.
+        """Returns the lowest stream sequence of an update that the next record does not answer.
 
-        `without_sum`: the next record has verdicts alone, so it does not answer the merged updates.
+        Without such an update it is the sequence after the last that was read. `without_sum`: the
+        next record has verdicts alone, so it does not answer the merged updates.
         """
         open_seqs = [one.stream_seq for one in self.waiting.values()]
         open_seqs += [one.stream_seq for one in self.merged] if without_sum else []

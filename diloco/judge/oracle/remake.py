@@ -252,7 +252,7 @@ class Remaker:
 
 
 def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> BlockGrid:
-    """Returns the division of a fragment's vector under a run's settings."""
+    """Returns a fragment's blocks and segments, and how these settings merge each segment."""
     part, block = layout.fragments[fragment], layout.block
     radial = [settings.merge == "rda" and rule == "rda" for rule in part.segment_rules()]
     # Averaged state is weighted by tokens alone: no update of it is shortened.
@@ -473,7 +473,7 @@ def _delayed(
 
 
 def _rounded(weight: float) -> float:
-    """Returns a weight as its coefficient has it, in bfloat16, so that the shares sum to one."""
+    """Rounds a weight to bfloat16, as its coefficient is rounded, so that the shares sum to one."""
     return float(ml_dtypes.bfloat16(weight))
 
 

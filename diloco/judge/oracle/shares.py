@@ -169,7 +169,8 @@ def _wrong_shards(
 ) -> str | None:
     """Returns the reason to reject a manifest for its shards, or None.
 
-    They must have all blocks once, names under the sender's prefix, and the codec's sizes.
+    Together the shards must have each block once. Each must have a name under the sender's prefix,
+    and the size that the codec gives it.
     """
     sync, size = settings.sync, layout.fragments[manifest.fragment].size
     ranges = shard_ranges(size, sync.block, sync.shard_elements)

@@ -184,7 +184,7 @@ def render_accounts(run: str, identities: Iterable[Identity], limits: Mapping[st
 
 
 def _exports(run: str, identities: Iterable[Identity]) -> list[str]:
-    """Returns an export for each subject, with the accounts that may import it."""
+    """Returns the exports of the run's account: each subject, and the accounts that import it."""
     users: dict[tuple[str, str], list[str]] = {}
     for one in identities:
         granted = grants(run, one)
