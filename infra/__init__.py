@@ -1,1 +1,1 @@
-"""Tools that operators deploy beside the daemons."""
+"""What operators install besides the daemons: releases, units, NATS, machines of Google Cloud."""

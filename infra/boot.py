@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The boot program of a machine of infra/terraform, run as root: from an empty disk to units.
+"""The boot program of a machine of infra/terraform: installs a release and starts its units.
 
-It needs no more than Python 3.10 and a service account. The instance's metadata state what to do
-(`Parameters`), and contain no secret: secrets come from Secret Manager into files of mode 0600.
-Programs come in one release from the bucket, and from nowhere else. All steps may be repeated: what
-exists already stays. For new secrets, a new configuration or a new release, run this program again
-on a running machine: google_metadata_script_runner startup.
+It runs as root at each boot, and needs Python 3.10 and a service account alone. The instance's
+metadata state what to do (`Parameters`), and contain no secret: secrets come from Secret Manager
+into files of mode 0600. All other programs come in one release (docs/release.md) from the bucket.
+Steps may be repeated: files that are up to date are not written again. For new secrets, a new
+configuration or a new release, run this program again on the running machine:
+google_metadata_script_runner startup.
 
 Files on the machine:
     /opt/diloco             link to the release in use, /opt/diloco-DIGEST
@@ -31,7 +32,7 @@ from diloco.infra.google_units import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS, 
 from diloco.infra.install_release import ReleaseRefused, Releases, Run, run_command, say, write
 
 _AGAIN_S = 60.0
-# The units of the machine itself that are started in addition to LOGS.
+# Units that are started in addition to LOGS, by role; they need no release.
 _ALSO_STARTED = {"learner": (LIVEZ,), "keeper": (KEEPER,)}
 
 
@@ -48,10 +49,12 @@ class Parameters(NamedTuple):
         environment: the content of the unit's environment file.
         units: the units to enable and start.
         kind: kind of the release: "cpu", "cuda" or "tpu".
-        groups: for the keeper: the groups of learners, `keeper.GroupSpec` each.
+        groups: for the keeper: the fields of a `keeper.GroupSpec` for each group of learners.
         stop_at: for the keeper: the time (RFC 3339) after which no learner has machines; "": never.
-        disk: {"device": the streams' disk, "folder": its mount point}; None: no disk of its own.
-        data: URL in a bucket of prepared data, which a learner's machine copies; "": none.
+        disk: {"device": the disk of NATS's streams, "folder": its mount point}; None: the machine
+            has no such disk.
+        data: URL of a folder of prepared data in a bucket, which a learner's machine copies; "":
+            none.
     """
 
     role: str
@@ -74,7 +77,7 @@ class Boot:
 
     Args:
         google: gives parameters, files and secrets.
-        run: runs a command, and returns its output; raises if it fails.
+        run: runs a command, and returns its output; raises if the command fails.
         root: root of the file system.
     """
 
@@ -85,12 +88,13 @@ class Boot:
         self._releases = Releases(run, root / "opt")
 
     def boot(self) -> bool:
-        """Takes all steps. Each unit starts after the step that makes the files that it needs.
+        """Installs the release, writes files and secrets, and starts the units, in this order.
 
-        Waits for another boot in progress, as a person may start one besides the machine's own.
+        First waits for another boot that is in progress: a person may have started one by hand.
 
         Returns:
-            True if the machine runs the release that it was told to, and not the previous one.
+            True if the machine now runs the release of its parameters; False if it runs the
+            previous release, as the new one is unusable or its units do not start.
         """
         path = self._root / "run/diloco-boot.lock"
         path.parent.mkdir(exist_ok=True)
@@ -121,14 +125,14 @@ class Boot:
         return home == self._releases.home(parameters.release["sha256"])
 
     def start_units(self, *units: str) -> None:
-        """Writes, enables and starts the machine's own units, even if other steps fail later."""
+        """Writes, enables and starts units of `google_units.UNITS`, which need no release."""
         for unit in units:
             write(self._root / "etc/systemd/system" / unit, UNITS[unit].encode(), 0o644)
         self._run(["systemctl", "daemon-reload"])
         self._run(["systemctl", "enable", "--now", *units])
 
     def _prepare(self, kind: str, data: str) -> None:
-        """Writes the additions to a learner's unit that only machines of infra/terraform need."""
+        """Writes drop-ins for the learner's unit that only machines of infra/terraform need."""
         drop_in = self._root / "etc/systemd/system/diloco-learner@.service.d/40-ended.conf"
         write(drop_in, DROP_IN.encode(), 0o644)
         for path, text in data_units(data).items() if data else ():
@@ -143,7 +147,13 @@ class Boot:
     # The release
 
     def _fetch(self, parameters: Parameters, before: Path | None) -> Path:
-        """Returns the release that the machine is to run, or the previous one if it is unusable."""
+        """Downloads and unpacks the release of the parameters; returns its folder.
+
+        If the release is unusable: returns `before`, the folder of the release in use.
+
+        Raises:
+            ReleaseRefused: the release is unusable, and `before` is None.
+        """
         digest = parameters.release["sha256"]
         home = self._releases.home(digest)
         if home.exists():
@@ -183,7 +193,10 @@ class Boot:
         self._run(["sh", "-c", f"mountpoint -q {folder} || mount {folder}"])
 
     def _own(self) -> None:
-        """Makes NATS the owner of its key and of its folder; it owns the streams inside already."""
+        """Makes the user `nats` the owner of the server's TLS key and of its folder.
+
+        The streams inside the folder belong to that user already.
+        """
         folder = self._at("/var/lib/nats")
         self._run(["chown", "nats:nats", str(folder), str(folder / "jetstream")])
         self._run(["chown", "-R", "nats:nats", str(self._at("/etc/nats/tls"))])
@@ -194,7 +207,7 @@ class Boot:
     # Files and secrets
 
     def _write_files(self, parameters: Parameters) -> set[str]:
-        """Brings all files up to date; returns the paths of those that changed."""
+        """Writes files, secrets and the environment file; returns the paths that changed."""
         contents = {
             path: (self._google.object(parameters.bucket, name), 0o644)
             for path, name in parameters.files.items()
@@ -212,9 +225,15 @@ class Boot:
     # The units
 
     def _start(self, parameters: Parameters, released: bool, changed: set[str]) -> None:
-        """Enables the units, and starts those that do not run with the present release and files.
+        """Enables the units; restarts them if release or files changed, else starts them.
 
-        It does not wait for them, as daemons wait for each other.
+        NATS only reloads if nothing but its accounts changed. Does not wait until units have
+        started, as daemons wait for each other.
+
+        Args:
+            parameters: the machine's parameters.
+            released: whether the release has changed.
+            changed: paths of the files that have changed.
         """
         units = parameters.units
         self._run(["systemctl", "enable", *units])
@@ -229,7 +248,7 @@ class Boot:
 
 
 def main() -> None:
-    """Boots, and tries again while something is missing: rights take minutes to take effect."""
+    """Boots, and retries after any error: new permissions take minutes to take effect."""
     while True:
         try:
             told = Boot(Google(), run_command).boot()

@@ -1,4 +1,4 @@
-"""A machine's access to Google Cloud, as its service account."""
+"""A machine's access to Google Cloud by HTTP, as the machine's service account."""
 
 import base64
 import hashlib
@@ -18,7 +18,16 @@ LOGGING = "https://logging.googleapis.com/v2/entries:write"
 
 
 class Google:
-    """Accesses Google Cloud as the machine's service account."""
+    """Accesses Google Cloud as the machine's service account.
+
+    Methods raise OSError if Google cannot be reached, and urllib.error.HTTPError, which is one too,
+    if it refuses a request.
+
+    Args:
+        metadata: base URL of the machine's metadata server.
+        storage: base URL of Cloud Storage.
+        secrets: base URL of Secret Manager.
+    """
 
     def __init__(
         self, metadata: str = METADATA, storage: str = STORAGE, secrets: str = SECRETS
@@ -28,21 +37,27 @@ class Google:
         self._secrets = secrets
 
     def parameters(self) -> dict[str, Any]:
-        """Returns the parameters that Terraform has written for this machine."""
+        """Returns the metadata attribute `diloco`, which Terraform writes for this machine."""
         told: dict[str, Any] = json.loads(self.about_me("attributes/diloco"))
         return told
 
     def about_me(self, path: str) -> bytes:
-        """Returns one entry of this machine's metadata."""
+        """Returns one entry of this machine's metadata, such as `zone`, as bytes."""
         return _fetch(self._metadata + path, _FLAVOR)
 
     def tell(self, attribute: str, value: str) -> None:
-        """Writes a guest attribute, which anybody with read access to this machine can read."""
+        """Writes a guest attribute of this machine, NAMESPACE/KEY.
+
+        All who may read the machine's description may read the attribute.
+        """
         url = f"{self._metadata}guest-attributes/{attribute}"
         _send(url, _FLAVOR, value.encode(), "PUT").close()
 
     def call(self, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Sends a request to a service of Google, a POST if it has a `body`; returns the answer."""
+        """Sends a request to a service of Google; returns its JSON response.
+
+        The request is a GET if `body` is None, else a POST.
+        """
         headers = {**self._authorized(), "Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
         with _send(url, headers, data, "GET" if data is None else "POST") as answer:
@@ -50,11 +65,14 @@ class Google:
         return told
 
     def object(self, bucket: str, name: str) -> bytes:
-        """Returns the bytes of an object."""
+        """Returns the bytes of an object of a bucket."""
         return self._get(self._media(bucket, name))
 
     def save(self, bucket: str, name: str, path: Path) -> str:
-        """Downloads an object to a file; it may be larger than memory. Returns its sha256."""
+        """Downloads an object to a file; returns its sha256 in hexadecimal.
+
+        The object may be larger than memory.
+        """
         digest = hashlib.sha256()
         with (
             _open(self._media(bucket, name), self._authorized()) as answer,
@@ -66,7 +84,7 @@ class Google:
         return digest.hexdigest()
 
     def secret(self, version: str) -> bytes:
-        """Returns the bytes of a secret."""
+        """Returns the bytes of a secret's version, given the version's resource name."""
         answer = json.loads(self._get(f"{self._secrets}{version}:access"))
         return base64.b64decode(answer["payload"]["data"])
 

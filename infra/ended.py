@@ -1,8 +1,10 @@
-"""Tells by a guest attribute whether this machine's learner has reached the end of its run.
+"""Writes to a guest attribute of this machine whether its learner has reached the end of its run.
+
+    python3 -m diloco.infra.ended goes-on|ended
 
 A learner's unit runs this program before each start of the learner, and again if the learner's last
-status says that the run has ended. The keeper reads the attribute. The program needs no right, as
-each machine may write its own attributes.
+status says that the run has ended. The keeper (`keeper.py`) reads the attribute. The program needs
+no permission, as each machine may write its own attributes.
 """
 
 import sys

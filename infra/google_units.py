@@ -1,8 +1,8 @@
-"""Texts of the units of a machine of Google Cloud that start before its release.
+"""Texts of systemd units that only machines of infra/terraform on Google Cloud have.
 
-They answer health checks (`livez.py`), send logs to Cloud Logging (`logs.py`), and on one machine
-of a run they keep its groups (`keeper.py`). Each unit runs its module with the system's own Python:
-infra/terraform/startup.py.tftpl.
+Three run without a release, each a module with the system's own Python: one answers health checks
+(`livez.py`), one sends logs to Cloud Logging (`logs.py`), and one is the keeper of learners' groups
+(`keeper.py`), on one machine of a run. Others add to a learner's unit.
 """
 
 PROGRAM = "/usr/local/lib/diloco"
@@ -122,7 +122,14 @@ _AFTER_DATA = f"[Unit]\nRequires={DATA_UNIT}\nAfter={DATA_UNIT}\n"
 
 
 def data_units(place: str) -> dict[str, str]:
-    """Returns units, by path, that copy prepared data from `place` before the learner starts."""
+    """Returns unit files that copy prepared data to `DATA` before the learner starts.
+
+    Args:
+        place: URL of the data's folder in a bucket.
+
+    Returns:
+        The text of each file, by path below the file system's root.
+    """
     return {
         f"etc/systemd/system/{DATA_UNIT}": _DATA_UNIT.format(place=place),
         "etc/systemd/system/diloco-learner@.service.d/50-data.conf": _AFTER_DATA,

@@ -1,7 +1,7 @@
-"""Reads releases, which `make_release.py` makes, and installs them on a machine.
+"""Reads releases, the archives that `make_release.py` makes, and installs them on a machine.
 
-It needs Python 3.10 and its standard library alone, as boot.py and join.py run it before anything
-is installed.
+This file needs Python 3.10 and its standard library alone, as boot.py and join.py import it before
+anything is installed.
 """
 
 import hashlib
@@ -20,25 +20,25 @@ from typing import NamedTuple
 FORMAT = 1
 MANIFEST = "diloco/manifest.json"
 
-# Seconds for which the units of a new release are watched.
+# Seconds after its start for which the units of a new release are checked.
 _TRIAL_S = 30
 
 Run = Callable[[Sequence[str]], str]
 
 
 class ReleaseRefused(Exception):  # noqa: N818 - no fault of this machine's
-    """A release that this machine cannot use; the text says why."""
+    """Raised for a release that this machine cannot use, or an argument; the text says why."""
 
 
 class ReleaseManifest(NamedTuple):
-    """The first file of a release.
+    """`manifest.json`, the first file of a release.
 
     Attributes:
-        format: a number that tells which programs can unpack it.
+        format: number of the release's format; this program reads `FORMAT`.
         version, commit: the project's version and commit.
         kind: "cpu", "cuda" or "tpu".
-        architecture: architecture of its programs, as `uname -m` prints it.
-        glibc: the oldest glibc with which all its programs and libraries run.
+        architecture: architecture of the release's programs, as `uname -m` prints it.
+        glibc: version of the oldest glibc with which all its programs and libraries run.
         python: version of its interpreter.
         unpacked_bytes: total size of its files.
     """
@@ -54,10 +54,12 @@ class ReleaseManifest(NamedTuple):
 
 
 class Releases:
-    """The releases below `opt`, each in a folder named by its digest, with links to two of them.
+    """The releases on a machine, each in a folder `diloco-DIGEST` below `opt`.
+
+    The link `diloco` names the release in use, `diloco-before` the previous one.
 
     Args:
-        run: runs a command.
+        run: runs a command, and returns its output; raises if the command fails.
         opt: the folder of the releases.
     """
 
@@ -67,20 +69,25 @@ class Releases:
 
     @property
     def used(self) -> Path | None:
-        """The release that the link `diloco` names; None if there is none."""
+        """The folder of the release in use; None if none was installed."""
         return self._linked("diloco")
 
     def home(self, digest: str) -> Path:
-        """Returns the folder of the release with this sha256, which may not exist."""
+        """Returns the folder for the release with this sha256; the folder need not exist."""
         return self._opt / f"diloco-{digest[:16]}"
 
     def archive(self, digest: str) -> Path:
-        """Returns the path for the archive of a release until it is unpacked."""
+        """Returns a path at which to store the archive with this sha256 until it is unpacked."""
         self._opt.mkdir(parents=True, exist_ok=True)
         return self._opt / f"diloco-{digest[:16]}.tar.gz"
 
     def unpack(self, archive: Path, digest: str, kind: str) -> Path:
         """Unpacks a release, and checks that its programs run; returns its folder.
+
+        Args:
+            archive: the release's archive.
+            digest: sha256 of the archive, in hexadecimal, by which its folder is named.
+            kind: kind of this machine: "cpu", "cuda" or "tpu".
 
         Raises:
             ReleaseRefused: this machine cannot use the release, and nothing has changed.
@@ -112,7 +119,10 @@ class Releases:
             raise ReleaseRefused(f"its programs do not run here: {error}") from error
 
     def install(self, home: Path) -> None:
-        """Links `diloco` to the release, and writes its units, which name its folder."""
+        """Links `diloco` to the release's folder `home`, and installs the release's units.
+
+        The units name `home`. Restarting them is up to the caller.
+        """
         self.use(home)
         # Overwrites units without asking, as nobody is there; an edited one is saved next to it.
         programs = f"{home}/bin"
@@ -121,7 +131,18 @@ class Releases:
         self._run(["systemctl", "daemon-reload"])
 
     def settle(self, home: Path, before: Path | None, units: Sequence[str]) -> Path:
-        """Goes back to the previous release if the units do not start; returns the one in use."""
+        """Watches new units for some seconds; goes back to the previous release if one fails.
+
+        Also removes older releases.
+
+        Args:
+            home: folder of the release whose units were just started.
+            before: folder of the previously used release; None or `home`: nothing is watched.
+            units: names of the units.
+
+        Returns:
+            The folder of the release that is now in use.
+        """
         if before not in (None, home) and not self._on_trial(units):
             say(f"{home.name} does not start: back to {before.name}")
             self.install(before)
@@ -132,7 +153,7 @@ class Releases:
         return home
 
     def _on_trial(self, units: Sequence[str]) -> bool:
-        """True if no unit fails while it is watched; units may run, wait or have ended."""
+        """Watches the units for `_TRIAL_S` seconds; returns False if one fails or is restarted."""
         for _ in range(_TRIAL_S):
             self._run(["sleep", "1"])
             told = self._run(["systemctl", "show", "-p", "ActiveState,SubState", *units]).split()
@@ -141,13 +162,13 @@ class Releases:
         return True
 
     def use(self, home: Path) -> None:
-        """Links `diloco` to this release, and `diloco-before` to the previous one."""
+        """Links `diloco` to the folder `home`, and `diloco-before` to the previously used one."""
         if (used := self.used) is not None and used != home:
             self._link("diloco-before", used)
         self._link("diloco", home)
 
     def tidy(self) -> None:
-        """Removes all releases but the two that are linked to."""
+        """Removes all releases but those that `diloco` and `diloco-before` link to."""
         kept = {self._linked("diloco"), self._linked("diloco-before")}
         for home in self._opt.glob("diloco-" + "[0-9a-f]" * 16):
             if home not in kept:
@@ -187,7 +208,7 @@ def manifest_of(archive: Path) -> ReleaseManifest:
 
 
 def digest_of(path: Path) -> str:
-    """Returns the sha256 of a file, which may be larger than memory."""
+    """Returns the sha256 of a file, in hexadecimal; the file may be larger than memory."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while data := file.read(1 << 20):
@@ -226,7 +247,16 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def write(path: Path, data: bytes, mode: int) -> bool:
-    """Writes a file completely or not at all, with mode `mode`; returns True if it changed."""
+    """Writes a file completely or not at all; makes its folder if necessary.
+
+    Args:
+        path: the file.
+        data: the file's whole contents.
+        mode: the file's permissions, such as 0o600.
+
+    Returns:
+        True if contents or permissions have changed.
+    """
     if path.exists() and path.read_bytes() == data and path.stat().st_mode & 0o777 == mode:
         return False
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o755 if mode == 0o644 else 0o700)
@@ -240,13 +270,17 @@ def write(path: Path, data: bytes, mode: int) -> bool:
 
 
 def run_command(command: Sequence[str]) -> str:
-    """Runs a command and returns its output; its stderr goes to this program's."""
+    """Runs a command and returns its stdout; its stderr goes to this program's stderr.
+
+    Raises:
+        subprocess.CalledProcessError: the command fails.
+    """
     say(" ".join(command))
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603
     return done.stdout
 
 
 def say(text: str) -> None:
-    """Prints a text for readers of the machine's journal."""
+    """Prints a line to stdout, and so to the machine's journal."""
     sys.stdout.write(f"diloco boot: {text}\n")
     sys.stdout.flush()

@@ -1,13 +1,13 @@
-"""Lets a machine of one's own join a run, as root: programs, file, credentials, unit, start.
+"""Makes this machine join a run: installs a release and the run's files, and starts a unit.
 
     python3 join RELEASE --run run.toml --credentials NAME.toml [--ca ca.pem] [--url URL]
 
-`make release` writes this program as one file next to the release. It needs only Python 3.10 and
-its standard library, and fetches nothing. The credentials state who joins, as a learner or an
-aggregator.
+`make release` writes this program as one file next to the release. It runs as root, needs only
+Python 3.10 and its standard library, and fetches nothing. The credentials state the name and the
+role, learner or aggregator, with which the machine joins.
 
-Run the program again with a newer release, or other files: what exists already stays, and a release
-that does not start is replaced by the previous one.
+Run the program again for a newer release or other files: files that are up to date are not written
+again, and if a new release does not start, the machine returns to the previous one.
 """
 
 import argparse
@@ -36,7 +36,8 @@ DeviceAllow=char-nvidia-frontend rw
 DeviceAllow=char-nvidia-uvm rw
 DeviceAllow=char-nvidia-caps rw
 """
-# As in `diloco.common.protocol.names`, which this file cannot import; root writes a file so named.
+# As in `diloco.common.protocol.names`, which this file cannot import. A name is checked because
+# root writes a file of that name.
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _FIELD = re.compile(r'^(\w+) = "([^"]*)"$', re.MULTILINE)
 
@@ -49,7 +50,7 @@ class JoinRequest(NamedTuple):
         run_file: the run's file.
         credentials: the credentials of a learner or an aggregator.
         authority: certificate of the run's authority, if NATS uses TLS.
-        environment: the daemon's environment variables, such as DILOCO_BUS_URL.
+        environment: environment variables of the daemon, such as DILOCO_BUS_URL, by name.
     """
 
     release: Path
@@ -73,10 +74,15 @@ class JoiningMachine:
         self._releases = Releases(run, root / "opt")
 
     def join(self, wanted: JoinRequest) -> bool:
-        """Joins the run; returns True if the machine runs this release, and not the previous one.
+        """Joins the run.
+
+        Returns:
+            True if the machine now runs this release; False if the release's unit does not start
+            and the machine is back on the previous release.
 
         Raises:
-            ReleaseRefused: an argument does not suit this machine, and nothing has changed.
+            ReleaseRefused: the release or the credentials do not suit this machine; nothing has
+                changed.
         """
         name, role = identity(wanted.credentials)
         unit = (
@@ -128,10 +134,10 @@ class JoiningMachine:
 
 
 def identity(credentials: Path) -> tuple[str, str]:
-    """Returns name and role from a credentials file of `diloco auth`.
+    """Returns (name, role) from a credentials file of `diloco auth`.
 
     Raises:
-        ReleaseRefused: it is no such file, or its role has no unit.
+        ReleaseRefused: the file is not such a file, or its role is neither learner nor aggregator.
     """
     fields = dict(_FIELD.findall(credentials.read_text()))
     if fields.get("role") not in ("learner", "aggregator") or not fields.get("identity"):
@@ -147,7 +153,7 @@ def identity(credentials: Path) -> tuple[str, str]:
 
 
 def parse(words: Sequence[str]) -> JoinRequest:
-    """Parses the command line."""
+    """Parses the arguments of the command line; exits with an error if they are invalid."""
     parser = argparse.ArgumentParser(prog="join", description="Have this machine join a run.")
     parser.add_argument("release", type=Path, help="the archive from make release")
     parser.add_argument("--run", type=Path, required=True, help="the run's file")

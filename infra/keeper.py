@@ -1,17 +1,18 @@
-"""Keeps a run's groups of learners: recreates preempted machines, deletes those of ended runs.
+"""The keeper: recreates learners' preempted machines, and deletes the machines of ended runs.
 
-Google mostly repairs a group of one host by itself. It does not repair a slice of several hosts,
-whose group is in bulk mode, nor flex-start machines: all of them must be deleted and created again.
-So the keeper resizes such a group to 0, waits until it is empty, and resizes it to all hosts, as a
-person would; it does the same with a single host that has been lost for a quarter of an hour. The
-group itself, its template and rights stay Terraform's. A learner's machine states by a guest
-attribute that its run has ended (`ended.py`); if all machines of a group do, the group is resized
-to 0, and stays so until somebody resizes it. After the time to stop, `stop_at`, all groups are
-resized to 0, and stay so until that time is later.
+A group is a managed instance group of Google Compute Engine with the machines of one learner.
+Google mostly repairs a group of one host. It repairs neither a slice of several hosts, whose group
+is in bulk mode, nor flex-start machines: all machines of such a group must be deleted and created
+again. So the keeper resizes the group to 0, waits until it is empty, and resizes it to its number
+of hosts. It does the same with a group of one host that has been lost for a quarter of an hour.
 
-The keeper's account may change the groups and machines of this run, and has no other right. It
-reads the list of groups from its machine's metadata each time, so that no restart is needed after
-`terraform apply`.
+A learner's machine states by a guest attribute that its run has ended (`ended.py`). If all machines
+of a group do, the keeper resizes the group to 0, and does not enlarge it again. From the time
+`stop_at` on, it resizes all groups to 0, until Terraform sets a later time.
+
+Only Terraform changes a group's template and permissions. The keeper's account may change the
+groups and machines of this run, and nothing else. The keeper reads the list of groups from its own
+machine's metadata each time, so that `terraform apply` needs no restart.
 """
 
 import json
@@ -39,11 +40,14 @@ GONE = frozenset({"STOPPING", "STOPPED", "TERMINATED", "SUSPENDING", "SUSPENDED"
 
 
 class GroupSpec(NamedTuple):
-    """A group as Terraform defines it.
+    """A learner's group as Terraform defines it.
 
     Attributes:
-        hosts: the number of machines; 0 while the group is paused.
-        ours: True if no other service recreates its machines.
+        project: the project's id.
+        zone: the group's zone.
+        name: the group's name.
+        hosts: the number of machines; 0 while the learner is paused.
+        ours: True if the keeper alone recreates the group's machines; False if Google does.
     """
 
     project: str
@@ -54,18 +58,18 @@ class GroupSpec(NamedTuple):
 
     @property
     def url(self) -> str:
-        """The URL of the group."""
+        """The URL of the group in the Compute Engine API."""
         return (
             f"{COMPUTE}projects/{self.project}/zones/{self.zone}/instanceGroupManagers/{self.name}"
         )
 
 
 class GroupState(NamedTuple):
-    """A group as it is now.
+    """A group as Google reports it.
 
     Attributes:
-        size: the number of machines that it should have.
-        states: the states of its machines.
+        size: the target size that was last set.
+        states: the status of each existing machine, such as RUNNING; "": being created.
         ended: the number of machines that state that their run has ended.
     """
 
@@ -75,21 +79,25 @@ class GroupState(NamedTuple):
 
     @property
     def stopped(self) -> bool:
-        """True if a machine has stopped, and does not come back by itself."""
+        """True if a machine was preempted or stopped (`GONE`)."""
         return any(state in GONE for state in self.states)
 
     @property
     def lost(self) -> bool:
-        """True if a machine has stopped, or is missing and not even being created."""
+        """True if a machine was preempted or stopped, or is missing and not being created."""
         return self.stopped or len(self.states) < self.size
 
 
 def decide(
     wanted: GroupSpec, seen: GroupState, has_ended: bool, lost_s: float
 ) -> tuple[int | None, bool]:
-    """Returns the group's next size (None: leave it), and whether its run has ended. Pure.
+    """Returns (the group's next size or None to leave it, whether its run has ended). Pure.
 
-    `lost_s` is the number of seconds for which machines have been lost.
+    Args:
+        wanted: the group as Terraform defines it.
+        seen: the group as it is.
+        has_ended: whether the run had ended at the last check.
+        lost_s: seconds for which the group has been `GroupState.lost`.
     """
     if wanted.hosts == 0:
         return None, False
@@ -105,12 +113,13 @@ def decide(
 
 
 class Keeper:
-    """Keeps the groups of machines, through Google's API.
+    """Checks and resizes the groups through Google's API.
 
     Args:
-        google: access with an account that has the rights.
-        state: file with the groups whose runs have ended, and since when machines are lost.
-        clock: returns the time in seconds.
+        google: access as an account that may resize the groups.
+        state: JSON file of what `look` remembers: the groups whose runs have ended, and since when
+            machines of a group have been lost.
+        clock: returns the time in seconds since 1970.
     """
 
     def __init__(
@@ -121,7 +130,10 @@ class Keeper:
         self._clock = clock
 
     def look(self) -> None:
-        """Checks each group once, and resizes those that need it."""
+        """Checks each group once, and resizes it if `decide` or `stop_at` says so.
+
+        An error with one group is printed, and the other groups are still checked.
+        """
         noted = json.loads(self._state.read_text()) if self._state.exists() else {}
         ended, lost = set(noted.get("ended", ())), dict(noted.get("lost", {}))
         told = self._google.parameters()
@@ -175,7 +187,7 @@ class Keeper:
 
 
 def _seconds(moment: str | None) -> float:
-    """Returns a moment in seconds since 1970; infinity if there is none."""
+    """Returns an RFC 3339 time in seconds since 1970; infinity for None or ""."""
     return datetime.strptime(moment, "%Y-%m-%dT%H:%M:%S%z").timestamp() if moment else math.inf
 
 

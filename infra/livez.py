@@ -1,7 +1,7 @@
-"""Answers Google's health checks, which ask whether a machine lives.
+"""Answers Google's health checks, by which Google decides whether to recreate a machine.
 
-The machine's daemon is not asked: whether the daemon compiles, waits, has failed or has ended, a
-new machine would not help it.
+A check succeeds if this process answers. The state of the machine's daemon does not count: a daemon
+that compiles, waits, has failed or has ended would do the same on a new machine.
 """
 
 from http import HTTPStatus
@@ -25,7 +25,7 @@ class _Livez(BaseHTTPRequestHandler):
 
 
 def livez_server(address: str = "", port: int = LIVEZ_PORT) -> ThreadingHTTPServer:
-    """Returns a server for health checks, which succeed if it answers at all."""
+    """Returns an HTTP server that answers GET /livez with 200, and other paths with 404."""
     return ThreadingHTTPServer((address, port), _Livez)
 
 

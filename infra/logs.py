@@ -1,8 +1,9 @@
-"""Sends the journal of this machine's units to Cloud Logging, so that it outlives the machine.
+"""Sends the journal of this machine's units to Cloud Logging, so that logs outlive the machine.
 
-Every few seconds it reads the journal's new entries, in order, and sends each entry at least
-once: the cursor of the last accepted entry is stored, and an entry sent twice has the same id, by
-which Google recognizes it. While nothing can be sent, the journal keeps the entries.
+Every few seconds this program reads the journal's new lines, in order, and sends each line of a
+unit of the run as an entry, at least once. It stores the journal's cursor after the last line sent.
+An entry that is sent twice has the same id both times, by which Google drops the second. While
+entries cannot be sent, the journal keeps the lines.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ from diloco.infra.install_release import say
 CURSOR = Path("/var/lib/diloco-logs/cursor")
 # Prefixes of the names of the units whose lines are sent.
 _UNITS = ("diloco-", "nats-server", "google-startup-scripts")
-# Below Cloud Logging's limits, 256 KB an entry and 10 MB a request. A cut line says so.
+# Below Cloud Logging's limits, 256 KB an entry and 10 MB a request. A line that is cut ends in
+# "(cut)".
 _LONGEST = 100_000
 _MOST = 50
 _CHUNK = 500
@@ -39,7 +41,7 @@ _SEVERITIES = {str(number): name for number, name in enumerate(_NAMES)}
 
 
 class Where(NamedTuple):
-    """The project, machine and zone of the entries."""
+    """The machine that the entries are from: project, zone, instance id and name."""
 
     project: str
     zone: str
@@ -48,7 +50,12 @@ class Where(NamedTuple):
 
 
 def request(lines: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
-    """Returns the request that sends lines of the journal."""
+    """Returns the body of the request to Cloud Logging that writes lines of the journal.
+
+    Args:
+        lines: lines of `journalctl --output=json`, parsed.
+        where: the machine.
+    """
     return {
         "logName": f"projects/{where.project}/logs/diloco",
         "resource": {
@@ -65,7 +72,10 @@ def request(lines: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
 
 
 def entry(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entry for a line of the journal; a daemon's JSON line becomes its fields."""
+    """Returns the log entry for a line of the journal.
+
+    The payload is structured if the line's message is a JSON object, as daemons write, else text.
+    """
     at = datetime.fromtimestamp(int(line["__REALTIME_TIMESTAMP"]) / 1e6, timezone.utc)
     text = _text(line.get("MESSAGE", ""))
     made: dict[str, Any] = {
@@ -85,10 +95,10 @@ def entry(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(message: object) -> str:
-    """Returns a message as text.
+    """Returns a line's message as text, cut to `_LONGEST` characters.
 
-    The journal gives non-text as bytes, too long text as None, and a field that an entry has twice
-    as a list.
+    journalctl gives a message that is not text as a list of bytes, one that is too long as None,
+    and one that the line has twice as a list of strings.
     """
     if isinstance(message, list):
         with contextlib.suppress(TypeError):
@@ -98,7 +108,14 @@ def _text(message: object) -> str:
 
 
 def follow(google: Google, where: Where, lines: Iterable[str], cursor: Path = CURSOR) -> None:
-    """Sends the run's lines among `lines`, and stores the cursor of the last line sent."""
+    """Sends those of `lines` that are of the run's units, until `lines` end.
+
+    Args:
+        google: access to Google Cloud.
+        where: the machine.
+        lines: lines of `journalctl --output=json`.
+        cursor: file in which the cursor of the last line is stored after each chunk.
+    """
     waiting = iter(lines)
     while chunk := [json.loads(line) for line in itertools.islice(waiting, _CHUNK)]:
         ours = [line for line in chunk if unit_of(line).startswith(_UNITS)]
@@ -110,7 +127,10 @@ def follow(google: Google, where: Where, lines: Iterable[str], cursor: Path = CU
 
 
 def send(google: Google, body: Mapping[str, Any]) -> None:
-    """Sends a request until it is accepted; leaves out entries that are refused for good."""
+    """Sends a request to Cloud Logging, and retries until it is accepted.
+
+    Entries with which the request is malformed or too large are left out.
+    """
     pause_s = _AGAIN_S
     while True:
         try:
@@ -127,7 +147,7 @@ def send(google: Google, body: Mapping[str, Any]) -> None:
 
 
 def _send_halves(google: Google, body: Mapping[str, Any], error: HTTPError) -> None:
-    """Sends the halves of a refused request, to find the entry that Google refuses."""
+    """Sends the halves of a refused request, each as `send` does, to find the refused entry."""
     entries = body["entries"]
     if len(entries) == 1:
         say(f"a line is refused for good, and left out: {error}: {str(entries[0])[:200]}")
@@ -148,13 +168,13 @@ def command(cursor: Path = CURSOR) -> list[str]:
 
 
 def unit_of(line: Mapping[str, Any]) -> str:
-    """Returns the unit of a line, which the unit or systemd has written."""
+    """Returns the name of a line's unit: the unit that wrote it, or that systemd wrote it about."""
     own = str(line.get("_SYSTEMD_UNIT") or "")
     return own if own and own != "init.scope" else str(line.get("UNIT") or own)
 
 
 def main() -> None:
-    """Sends lines for as long as the machine lives."""
+    """Sends new lines of the journal every `_EVERY_S` seconds, while the machine runs."""
     google = Google()
     while True:
         try:

@@ -2,7 +2,7 @@
 
     python -m diloco.infra.make_release --kind cpu [--interpreter DIR] [--out build]
 
-Its folder `diloco/` contains, with `manifest.json` first:
+The archive has one folder, `diloco/`, with these files, of which `manifest.json` is the first:
   - `python/`, an interpreter with this project and its units, and with the packages of
     locks/runtime.lock, of the release's kind (locks/cuda.lock or tpu.lock), and of the user's task
     (locks/task.lock);
@@ -30,7 +30,7 @@ from diloco.infra.install_release import FORMAT, ReleaseManifest, digest_of
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("cpu", "cuda", "tpu")
-# The Python that uv fetches if no interpreter is named; it runs with glibc 2.17 and later.
+# The version of Python that uv fetches if no interpreter is named; it needs glibc 2.17 or later.
 BROUGHT = "3.12"
 # Parts of an interpreter that no daemon imports, or that belong to its original system.
 _LEFT_OUT = shutil.ignore_patterns(
@@ -55,7 +55,13 @@ _INTERPRETER = re.compile(r"python3\.\d+")
 
 
 def make(kind: str, interpreter: Path, out: Path) -> Path:
-    """Makes the release of a kind; returns the archive's path."""
+    """Makes a release, and the program `join` next to it; returns the archive's path.
+
+    Args:
+        kind: one of `KINDS`.
+        interpreter: a folder with bin/python3.N and lib.
+        out: the folder to write to.
+    """
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix="release-") as folder:
         stage = Path(folder) / "diloco"
@@ -73,7 +79,7 @@ def make(kind: str, interpreter: Path, out: Path) -> Path:
 
 
 def write_join(path: Path) -> None:
-    """Writes the program that lets a machine join a run, as one file that Python can run."""
+    """Writes `join.py` with what it imports as one zip file, which Python can run."""
     texts = {"__main__.py": "from diloco.infra.join import main\n\nmain()\n"}
     texts |= dict.fromkeys(("diloco/__init__.py", "diloco/infra/__init__.py"), "")
     for name in ("join.py", "install_release.py"):
@@ -100,10 +106,10 @@ def brought(folder: Path) -> Path:
 
 
 def _copy_interpreter(source: Path, to: Path) -> Path:
-    """Copies `bin/python3.N` and its library; returns the path of the copied program.
+    """Copies the newest `bin/python3.N` of `source` and its library; returns the program's copy.
 
     Raises:
-        SystemExit: there is none, or it is older than the project needs.
+        SystemExit: `source` has no python3.11 or newer.
     """
     found = sorted(
         (path for path in (source / "bin").glob("python3.*") if _INTERPRETER.fullmatch(path.name)),
@@ -122,7 +128,13 @@ def _copy_interpreter(source: Path, to: Path) -> Path:
 
 
 def _install(kind: str, python: Path, stage: Path) -> None:
-    """Installs the packages where this interpreter looks for them, and copies the locks."""
+    """Installs the locked packages and this project for an interpreter, and copies the locks.
+
+    Args:
+        kind: one of `KINDS`.
+        python: the interpreter's program.
+        stage: the folder that becomes the release.
+    """
     site = Path(_run(python, "-s", "-P", "-c", _WHERE).strip())
     names = ["runtime", *([kind] if kind != "cpu" else []), "task"]
     locks = [ROOT / f"locks/{name}.lock" for name in names]
@@ -139,13 +151,13 @@ def _install(kind: str, python: Path, stage: Path) -> None:
         shutil.copy2(lock, stage / "locks")
     (stage / "bin").mkdir()
     shutil.move(site / "bin/nats-server", stage / "bin/nats-server")
-    # Scripts with the interpreter's original path, and notes of the wheel's origin.
+    # Scripts that name the interpreter's original path, and files that name the wheel's origin.
     shutil.rmtree(site / "bin")
     _forget(site, "direct_url.json", "uv_cache.json")
 
 
 def _forget(site: Path, *names: str) -> None:
-    """Removes files of the installer that differ from day to day."""
+    """Removes files of the installer that differ between builds, also from each RECORD."""
     for name in names:
         for path in site.glob(f"*.dist-info/{name}"):
             path.unlink()
@@ -156,7 +168,7 @@ def _forget(site: Path, *names: str) -> None:
 
 
 def _wheel(folder: Path) -> Path:
-    """Builds the wheel of this project from the working tree, without files that git ignores."""
+    """Builds this project's wheel from the working tree's tracked files; returns its path."""
     listed = _run("git", "-C", ROOT, "ls-files", "--cached", "-z").split("\0")
     source = folder / "source"
     for name in filter(None, listed):
@@ -178,7 +190,7 @@ def _link_programs(python: Path, stage: Path) -> None:
 
 
 def _compile(python: Path, stage: Path) -> None:
-    """Compiles all bytecode, as daemons may not write where they are installed."""
+    """Compiles all bytecode, as daemons may not write into the folder of their release."""
     where = ("-s", stage, "-p", "/opt/diloco", "--invalidation-mode", "unchecked-hash")
     # Some packages contain templates that end in .py and are no Python.
     _run(python, "-m", "compileall", "-q", "-q", *where, stage / "python/lib", check=False)
@@ -196,7 +208,10 @@ def _describe(kind: str, python: Path, stage: Path) -> ReleaseManifest:
 
 
 def least_glibc(files: Sequence[Path]) -> str:
-    """Returns the newest version of glibc's symbols that one of the files needs."""
+    """Returns the oldest glibc with which all ELF files among `files` run, such as "2.17".
+
+    It is the newest version of a glibc symbol in one of the files; at least 2.17.
+    """
     found = {(2, 17)}
     for path in files:
         with path.open("rb") as file:
@@ -212,7 +227,10 @@ def _files(stage: Path) -> list[Path]:
 
 
 def _pack(stage: Path, manifest: ReleaseManifest, archive: Path) -> None:
-    """Writes the archive: the manifest first, then all files by name, without times and owners."""
+    """Writes the archive: the manifest first, then all files by name.
+
+    Times are 0 and owners root, so that equal files give an equal archive.
+    """
     (stage / "manifest.json").write_text(json.dumps(manifest._asdict(), indent=2) + "\n")
     (stage / "digests").write_text("".join(_digests(stage)))
     paths = sorted(

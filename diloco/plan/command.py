@@ -1,4 +1,4 @@
-"""`diloco plan`."""
+"""The command line of `diloco plan`; `diloco/plan/run.py` does the work."""
 
 from diloco.plan.options import PlanOptions
 from diloco.run.cli.command import command, group

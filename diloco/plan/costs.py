@@ -1,7 +1,8 @@
-"""The daily cost of a run, by the place of its bucket. Pure.
+"""Computes the dollars a day that a run costs, for each place where its bucket may be. Pure.
 
-Not counted: the learners' own machines (`diloco check` counts a fleet's), gateways, snapshots,
-logs, and bytes between zones.
+Counted: the bucket's operations and storage, bytes between regions, and the machines and disks of
+aggregators, NATS servers (the bus) and keeper. Not counted: the learners' own machines (`diloco
+check` counts a fleet's), gateways, disk snapshots, logs, and bytes between zones.
 """
 
 from collections import Counter
@@ -27,14 +28,14 @@ REST_BYTES = 4 * 10**9
 
 
 class Rate(Section):
-    """Dollars an hour of a core and of a GiB of memory."""
+    """The dollars an hour that one core and one GiB of memory cost in a series of machines."""
 
     core: float
     gib: float
 
 
 class Prices(Section):
-    """A table of prices in dollars, which prices.toml explains."""
+    """A table of prices in dollars; `diloco/plan/prices.toml` explains each of its keys."""
 
     as_of: str
     regional_a: float
@@ -62,29 +63,35 @@ class Prices(Section):
     @field_validator("egress")
     @classmethod
     def _of_pairs(cls, egress: dict[str, float]) -> dict[str, float]:
-        """Returns the prices with each pair of continents in alphabetical order."""
+        """Returns `egress` with the two continents of each key in alphabetical order."""
         for key in egress:
             if len(key.split()) != 2:
                 raise ValueError(f"{key!r}: expected two continents with a space between them")
         return {" ".join(sorted(key.split())): price for key, price in egress.items()}
 
     def continent(self, region: str) -> str:
-        """Returns the continent of a region; "" if unknown."""
+        """Returns the continent of a region such as us-central1; "" if unknown."""
         return self.continents.get(region.partition("-")[0], "")
 
     def machine(self, name: str, cores: int, gib: float) -> float | None:
-        """Returns the dollars an hour of a machine; None if its price is unknown."""
+        """Returns the dollars an hour of a machine; None if its price is unknown.
+
+        Args:
+            name: machine type, such as e2-standard-2; a price of this type comes first.
+            cores: its cores, for a type that only has a price of its series.
+            gib: GiB of its memory, likewise.
+        """
         rate = self.series.get(name.partition("-")[0])
         if name in self.machines or rate is None:
             return self.machines.get(name)
         return cores * rate.core + gib * rate.gib
 
     def disk_day(self, kind: str, gib: float) -> float:
-        """Returns the dollars a day of a disk."""
+        """Returns the dollars a day of a disk of `gib` GiB; `kind` is a type such as pd-ssd."""
         return self.disks[kind] * gib / MONTH_DAYS
 
     def between(self, one: str, other: str) -> float:
-        """Returns the dollars for a GiB between two regions."""
+        """Returns the dollars for a GiB sent between two regions; 0 within one region."""
         if one == other:
             return 0.0
         pair = sorted((self.continent(one), self.continent(other)))
@@ -92,11 +99,18 @@ class Prices(Section):
 
 
 class DailyCost(NamedTuple):
-    """Dollars a day of one arrangement, by part.
+    """Dollars a day of a run whose bucket is in one place, by cause.
 
     Attributes:
-        downloads: reads of deltas and, if the bucket charges for them, of updates.
-        records: reads of records by all learners, from the bus, which is beside the aggregator.
+        name: the place of the bucket, for people.
+        operations: requests to the bucket.
+        storage: bytes that stay in the bucket.
+        uploads: learners' updates that leave a learner's region.
+        downloads: reads of deltas and, from a multi-region bucket, of updates.
+        records: reads of records by all learners from the bus, in the aggregator's region.
+        replication: bytes written to a multi-region bucket.
+        machines: aggregators, NATS servers and keeper.
+        disks: the disks of these machines.
     """
 
     name: str
@@ -111,19 +125,28 @@ class DailyCost(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The total of a day."""
+        """The sum of all causes, in dollars a day."""
         return sum(self[1:])
 
 
 def compare(prices: Prices, regions: Sequence[str], made: Plan) -> list[DailyCost]:
-    """Returns the costs of a regional bucket and of a multi-region one, the cheapest first."""
+    """Returns the costs of a regional bucket and of a multi-region one, the cheapest first.
+
+    Args:
+        prices: the table of prices.
+        regions: the region of each learner; the regional bucket is in the cheapest of these.
+        made: the plan, whose traffic is priced.
+    """
     regional = [_regional(prices, regions, place, made) for place in sorted(set(regions))]
     best = min(regional, key=lambda cost: cost.total)
     return sorted([best, _multi_region(prices, regions, made)], key=lambda cost: cost.total)
 
 
 def aggregator_cores(prices: Prices, made: Plan) -> int:
-    """Returns the cores of the smallest machine that holds the model; if none, of the largest."""
+    """Returns the cores of the smallest machine with enough memory for an aggregator of the plan.
+
+    If none has enough: the cores of the largest.
+    """
     needed = made.memory_bytes + REST_BYTES
     fitting = (cores for cores in prices.aggregator_cores if cores * CORE_GB * 10**9 >= needed)
     return next(fitting, max(prices.aggregator_cores))
@@ -144,13 +167,16 @@ def _disks(prices: Prices) -> float:
 
 
 def at_interval(cost: DailyCost, asked: int, steps: int) -> float:
-    """Returns the dollars a day with H = `asked`: all but machines and disks scale with sends."""
+    """Returns the dollars a day with H = `steps`, given the cost with H = `asked`.
+
+    All causes but machines and disks are in proportion to 1/H.
+    """
     fixed = cost.machines + cost.disks
     return fixed + (cost.total - fixed) * asked / steps
 
 
 def _each_gib(made: Plan) -> tuple[float, float]:
-    """Returns the GiB a day that each learner sends, and that it reads."""
+    """Returns the GiB a day that (one learner sends, one learner reads), on average."""
     daily = made.daily
     read = daily.bytes_read - daily.bytes_merged
     return daily.bytes_merged / made.learners / GIB, read / made.learners / GIB
@@ -178,7 +204,10 @@ def _regional(prices: Prices, regions: Sequence[str], place: str, made: Plan) ->
 
 
 def _multi_region(prices: Prices, regions: Sequence[str], made: Plan) -> DailyCost:
-    """Returns the cost of a bucket on most learners' continent; the others pay for the distance."""
+    """Returns the cost of a multi-region bucket on the continent with the most learners.
+
+    Learners on other continents pay for bytes between continents.
+    """
     counts = Counter(prices.continent(region) for region in regions)
     place, _ = counts.most_common(1)[0]
     away = [region for region in regions if prices.continent(region) != place]

@@ -1,8 +1,8 @@
-"""The forecast of a fleet before it is paid for: combines the simulations and formulas.
+"""Forecasts a run on a fleet before the fleet is paid for. Pure, and the same for the same seed.
 
-Pure, and the same for the same seed. `diloco/plan/outages.py` simulates when jobs train,
-`diloco/plan/simulated_rounds.py` the rounds of their updates, `diloco/plan/traffic.py` computes
-bytes and needs; docs/plan.md lists what the forecast leaves out.
+`diloco/plan/outages.py` simulates at which times learners train, `diloco/plan/simulated_rounds.py`
+simulates the rounds of their updates, and `diloco/plan/traffic.py` computes bytes, links, cores and
+memory; this file combines the three. docs/plan.md lists what the forecast leaves out.
 """
 
 import math
@@ -36,9 +36,14 @@ MESSAGE_S = 0.005
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedIsland:
-    """A learner's machines: `gbit` and `rtt_s` are those of its link to store and bus.
+    """The machines of one learner.
 
-    With all of its slices it takes `step_tokens` in a step of `step_s`.
+    Attributes:
+        chips: accelerator chips.
+        step_s: seconds of an inner step, with all chips.
+        step_tokens: tokens of an inner step, with all chips.
+        gbit: Gbit/s of the learner's link to store and bus, each way.
+        rtt_s: round trip of that link, in seconds.
     """
 
     chips: int = 1
@@ -50,17 +55,19 @@ class PlannedIsland:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """The fleet, run and failures that a plan is for.
+    """The machines that a plan is for, their failures, and data-parallel training to compare with.
 
     Attributes:
+        islands: the machines of each learner.
+        outages: how machines fail and return; None: nothing ever fails.
         elastic: a learner continues with the slices that are left, as in the paper. The learners of
             this release do not (ADR 21): a learner stops while one of its slices is out.
-        outages: None: nothing ever fails.
-        learner_restart_s: `outages.restart_s` of a learner; None: the same as of a job.
-        aggregator_gbit: Gbit/s of its link to the store; `tls` says whether that is encrypted.
-        replay_window_s: the age up to which versions are kept.
-        gradient_bits: bits of one element of data-parallel's gradient.
-        hidden: share of a data-parallel step with which its exchange may overlap.
+        learner_restart_s: seconds to restart a learner; None: `outages.restart_s`.
+        aggregator_gbit: Gbit/s of the aggregator's link to the store, each way.
+        tls: whether that link is encrypted, which takes processor time.
+        replay_window_s: seconds for which garbage collection keeps versions in the store.
+        gradient_bits: bits of one element of the gradient in data-parallel training.
+        hidden: share of a data-parallel step with which the exchange of gradients may overlap.
     """
 
     islands: tuple[PlannedIsland, ...]
@@ -75,7 +82,7 @@ class Fleet:
 
     @property
     def chips(self) -> int:
-        """The chips of all islands."""
+        """The number of chips of all islands."""
         return sum(island.chips for island in self.islands)
 
     @property
@@ -87,20 +94,21 @@ class Fleet:
 
     @property
     def step_tokens(self) -> int:
-        """The tokens of a step of all learners."""
+        """The tokens of one inner step of every learner together."""
         return sum(island.step_tokens for island in self.islands)
 
 
 class System(NamedTuple):
-    """The forecast for one way of training.
+    """The forecast for one way of training: data-parallel, elastic data-parallel, or this system.
 
     Attributes:
+        name: the way of training, for people.
         goodput: work that ends in the model, as a share of the same job's without failures.
         uptime: share of the time in which at least one learner trains.
         utilization: share of a step's time, without failures, in which no learner waits for a link.
-        tokens_per_s: tokens a second with all of these, at the pace of the slowest learner's step
-            if steps are common.
-        days: days to the token budget; None without one, infinite if it is never reached.
+        tokens_per_s: tokens a second that end in the model, after failures and waits. In
+            data-parallel training every step takes as long as the slowest learner's.
+        days: days to the token budget; None without a budget, infinite if it is never reached.
     """
 
     name: str
@@ -112,7 +120,15 @@ class System(NamedTuple):
 
 
 class Bandwidth(NamedTuple):
-    """The Gbit/s that each site needs for a utilization."""
+    """The Gbit/s that each site's link needs for one value of utilization, by way of training.
+
+    Attributes:
+        utilization: share of the time in which a learner does not wait for a link.
+        data_parallel: data-parallel training; infinite if the round trip alone takes too long.
+        lockstep: this system with `sync.mode` lockstep; infinite likewise.
+        decoupled: this system, for a version of every fragment in each H steps; it waits for no
+            link, whatever the utilization.
+    """
 
     utilization: float
     data_parallel: float
@@ -121,13 +137,18 @@ class Bandwidth(NamedTuple):
 
 
 class Daily(NamedTuple):
-    """Totals of a day: objects written and read, bytes written to and read from the store.
+    """Totals of a day, over all learners and the aggregator.
 
     Attributes:
-        gets: requests that read: a large object takes several.
-        bytes_merged: the part of `bytes_read` that the aggregator reads.
-        tape_bytes: bytes of the messages on the tape, `records` included.
-        record_reads: bytes of records that learners read, each learner every record.
+        objects_written: objects written to the store.
+        objects_read: objects read from the store, counted at each reader.
+        gets: requests that read objects; a large object takes several.
+        bytes_written: bytes written to the store.
+        bytes_read: bytes read from the store.
+        bytes_merged: bytes of updates, which the aggregator reads; part of `bytes_read`.
+        records: the number of records.
+        tape_bytes: bytes of manifests and records on the tape.
+        record_reads: bytes of records that learners read; each learner reads every record.
     """
 
     objects_written: float
@@ -143,21 +164,29 @@ class Daily(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The forecast of a run: rates, waits, bytes and needs of its aggregators.
+    """The forecast of a run: rates, waits, bytes and needs of its aggregators. Times in seconds.
 
     Attributes:
-        cores: cores of all aggregators, if these are to be busy half of the time; `memory_bytes`
-            is the least memory of all aggregators.
+        learners: the number of learners.
+        chips: the number of chips of all learners.
+        sizes: bytes and objects of one round of every fragment.
+        systems: data-parallel training, elastic data-parallel training, this system.
+        bandwidth: a row for each of `UTILIZATIONS`.
+        daily: totals of a day.
+        cores: cores that all aggregators need together, if each is to be busy half of the time.
         busy_cores: cores that are busy on average in the simulated rounds.
+        memory_bytes: the least memory of all aggregators together.
         retained_bytes: bytes in the store after garbage collection.
         aggregator_gbit: Gbit/s of the aggregators' links, each way, for a version of every fragment
             in H steps, with snapshots.
-        close_s: seconds from a round's close to its record, once its updates are read.
-        interval_s: time between two versions of a fragment; `participants` counts updates in one.
-        wait_s: mean and worst time from an update's announcement to the close of its round.
-        adoption_s: mean and worst time from a version's record to its adoption by a learner.
+        close_s: time from a round's close to its record, once its updates are read.
+        interval_s: mean time between two versions of a fragment.
+        participants: mean number of updates merged in a version.
+        staleness: mean staleness of merged updates, in versions.
+        wait_s: (mean, worst) time from an update's announcement to the close of its round.
+        adoption_s: (mean, worst) time from a version's record to its adoption by a learner.
         fastest_s: time of a step of the fastest learner.
-        late_share: share of the updates that missed the round for which they were sent.
+        late_share: share of the merged updates that missed the round for which they were sent.
         kept: share of the trained tokens that was not lost with learners that died.
     """
 
@@ -197,12 +226,12 @@ def make_plan(
 
     Args:
         settings: settings of the run.
-        fleet: its machines.
-        parameters: parameters of the model.
-        sized: its fragments' bytes.
+        fleet: the machines and their failures.
+        parameters: the number of the model's parameters.
+        sized: bytes and objects of a round of every fragment, from `plan_traffic.sizes`.
         tokens: the token budget; 0 for none.
         seed: seed of every random time.
-        updates: simulated updates of a fragment.
+        updates: about how many updates of a fragment to simulate.
     """
     rng = np.random.default_rng(seed)
     fastest_s = min(island.step_s for island in fleet.islands)
@@ -267,9 +296,10 @@ def _simulated(
     horizon_s: float,
     rng: np.random.Generator,
 ) -> RoundTotals:
-    """Simulates the fleet's rounds; one update stands for several of equally fast learners.
+    """Simulates a fragment's rounds; each simulated learner stands for `stands_for` real ones.
 
-    Reading it takes as long as reading all of them, so that a round has the same times.
+    The real ones are its neighbors in the order of step times. Reading the simulated learner's
+    update takes as long as reading theirs, so that rounds take as long as with all learners.
     """
     chosen = workers
     if stands_for > 1:
@@ -298,7 +328,10 @@ def over_learners(
     *,
     seed: int = 0,
 ) -> list[Plan]:
-    """Returns plans for the same chips and batch, divided among other numbers of learners."""
+    """Returns a plan for each number of learners in `counts`.
+
+    The fleet's chips and tokens per step are divided equally among the learners (`divided`).
+    """
     return [
         make_plan(
             settings, divided(fleet, count), parameters, sized, seed=seed, updates=UPDATES // 8
@@ -322,14 +355,17 @@ def _rounds(learners: int, updates: int) -> int:
 
 
 def _horizon_s(fleet: Fleet, rounds_s: float) -> float:
-    """Returns a time with enough failures, and at least `rounds_s`; both in seconds."""
+    """Returns the seconds to simulate: at least `rounds_s`, and time for `FAILURES` failures."""
     if fleet.outages is None:
         return rounds_s
     return max(rounds_s, FAILURES * fleet.outages.mtbi_s / fleet.chips)
 
 
 def _learners(fleet: Fleet, horizon_s: float, rng: np.random.Generator) -> list[Trace]:
-    """Simulates when each learner trains; its rounds account for the work that crashes lose."""
+    """Returns at which times each learner trains.
+
+    The traces have no losses: `simulated_rounds` counts the work that dies with a learner.
+    """
     if fleet.outages is None:
         return [plan_outages.always(horizon_s) for _ in fleet.islands]
     restart_s = fleet.learner_restart_s
@@ -355,7 +391,7 @@ def _learners(fleet: Fleet, horizon_s: float, rng: np.random.Generator) -> list[
 def _travels_s(
     settings: RunSettings, island: PlannedIsland, sized: RoundTraffic
 ) -> tuple[float, float]:
-    """Returns the seconds from a send to its announcement, and from a record to its delta."""
+    """Returns a learner's seconds (from a send to its announcement, from a record to its delta)."""
     interval_s = settings.sync.interval_steps * island.step_s
     up_s, down_s = plan_traffic.travel_s(sized, interval_s, island.gbit)
     # In lockstep a learner waits for each fragment in turn: one stands for all.
@@ -367,10 +403,19 @@ def _travels_s(
 def _aggregator(
     fleet: Fleet, sized: RoundTraffic, cores: int, interval_s: float, in_lockstep: int
 ) -> PlannedAggregator:
-    """Returns one fragment's share of the aggregator; in lockstep it stands for all in turn.
+    """Returns the times of the aggregator's work for the one fragment that is simulated.
 
-    Fragments are read in turn, since their offsets are spread over the interval. If all together
-    take longer than the interval, each has only its share of the link.
+    Updates of one fragment are read after those of another, since the fragments' offsets are spread
+    over the interval. If reading all takes longer than the interval, each fragment has only its
+    share of the link.
+
+    Args:
+        fleet: the machines.
+        sized: bytes of a round of every fragment.
+        cores: the aggregator's cores.
+        interval_s: seconds of H steps of the fastest learner.
+        in_lockstep: P in lockstep mode, where the fragment's work stands for all fragments' in
+            turn; else 1.
     """
     share = sized.largest / sized.elements
     threads = min(cores, plan_traffic.CLOSING_THREADS)
@@ -415,7 +460,10 @@ def _decoupled(
 def _data_parallel(
     fleet: Fleet, parameters: int, rng: np.random.Generator
 ) -> tuple[System, System]:
-    """Simulates one job over all islands, at the slowest one's pace: rigid, and elastic."""
+    """Simulates data-parallel training over all islands, and returns (rigid, elastic).
+
+    Each step takes as long as the slowest island's. `outages.py` says what rigid and elastic are.
+    """
     slowest_s = max(island.step_s for island in fleet.islands)
     step_s = plan_traffic.data_parallel_step_s(
         slowest_s,
@@ -439,7 +487,7 @@ def _data_parallel(
 
 
 def _until(system: System, tokens: int) -> System:
-    """Returns the system with its days to the token budget."""
+    """Returns `system` with the days that it needs for `tokens`; unchanged if `tokens` is 0."""
     if not tokens:
         return system
     days = tokens / system.tokens_per_s / DAY_S if system.tokens_per_s else math.inf
@@ -465,7 +513,7 @@ def _bandwidth(
 
 
 def _daily(sized: RoundTraffic, rounds: RoundTotals, learners: int) -> Daily:
-    """Returns the totals of a day, without returning learners and garbage collection."""
+    """Returns the totals of a day, without the reads of learners that rejoin or the deletions."""
     each = DAY_S / rounds.interval_s  # Versions of every fragment.
     snapshots = each / sized.snapshot_interval_versions
     updates = each * rounds.participants

@@ -30,10 +30,14 @@ US_REGIONS = ["us-central1", "us-east1", "us-east4", "us-west1"]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model to plan for; `step_tokens` is 0 if no task gives it.
+    """The model to plan for.
 
-    `sizes_of` returns its fragments' bytes under a run's settings. A token passes
-    `active_parameters`; None: all.
+    Attributes:
+        parameters: the number of parameters.
+        sizes_of: returns the bytes and objects of a round of all its fragments under a run's
+            settings.
+        step_tokens: tokens of one learner's inner step; 0 if no task gives them.
+        active_parameters: parameters that one token passes, in a mixture of experts; None: all.
     """
 
     parameters: int
@@ -53,7 +57,7 @@ def read_settings(options: PlanOptions) -> RunSettings:
 
 
 def read_model(options: PlanOptions, settings: RunSettings) -> Model:
-    """Returns the model of the options, else of the file's task, else the paper's (5 billion)."""
+    """Returns the model: of --parameters, else of the file's task, else of 5 billion parameters."""
     if options.parameters is None and options.config is not None:
         from diloco.learner.load_and_check_task import model_of
         from diloco.learner.tensors.tree import task_layout
@@ -76,7 +80,15 @@ def read_model(options: PlanOptions, settings: RunSettings) -> Model:
 
 
 def read_fleet(options: PlanOptions, step_tokens: int) -> Fleet:
-    """Reads the fleet from the options; `step_tokens` are the task's, 0 if no task gives them."""
+    """Reads the fleet from the options.
+
+    Args:
+        options: the options as typed.
+        step_tokens: tokens of an inner step by the task, if --step-tokens is not given; 0: no task.
+
+    Raises:
+        ConfigError: a value is invalid, or a list has not one value for each learner.
+    """
     count = options.learners
     chips = _chips(options.chips or str(count), count)
     tokens = [step_tokens or 1] * count
@@ -128,10 +140,11 @@ def _spread(text: str) -> Spread:
 
 
 def read_tokens(options: PlanOptions, settings: RunSettings, fleet: Fleet, step_tokens: int) -> int:
-    """Returns the token budget: from the options, else from the file's tokens or steps.
+    """Returns the token budget: --tokens, else the file's tokens or steps; 0 without either.
 
     Raises:
-        ConfigError: neither gives the tokens of a step.
+        ConfigError: --tokens is given, but neither a task nor --step-tokens gives the tokens of a
+            step.
     """
     if options.tokens is not None:
         budget = _count("--tokens", options.tokens)
@@ -148,7 +161,7 @@ def read_tokens(options: PlanOptions, settings: RunSettings, fleet: Fleet, step_
 
 
 def read_prices(path: Path | None) -> Prices:
-    """Returns the packaged prices, or those of a file with the same keys.
+    """Returns the prices of a file with the keys of prices.toml; of prices.toml if `path` is None.
 
     Raises:
         ConfigError: the file cannot be read, or lacks a price.
@@ -164,7 +177,11 @@ def read_prices(path: Path | None) -> Prices:
 
 
 def read_regions(options: PlanOptions, prices: Prices) -> tuple[str, ...]:
-    """Returns a region for each learner; a list shorter than the fleet is repeated."""
+    """Returns a region for each learner; a list of --regions shorter than the fleet is repeated.
+
+    Raises:
+        ConfigError: `prices` have no continent for a region.
+    """
     named = [name.strip() for name in options.regions.split(",")] if options.regions else US_REGIONS
     for name in named:
         if not prices.continent(name):
@@ -176,7 +193,7 @@ def read_regions(options: PlanOptions, prices: Prices) -> tuple[str, ...]:
 
 
 def _each(option: str, text: str, count: int, parse: Callable[[str, str], T]) -> list[T]:
-    """Parses one value for each learner; a single value is for all."""
+    """Parses a list of one value for each of `count` learners; a single value is for all."""
     values = [parse(option, part) for part in text.split(",")]
     if len(values) not in {1, count}:
         raise ConfigError(
@@ -187,7 +204,7 @@ def _each(option: str, text: str, count: int, parse: Callable[[str, str], T]) ->
 
 
 def _chips(text: str, count: int) -> list[int]:
-    """Returns the chips of each learner: the fleet's number divided, or a list."""
+    """Returns the chips of each learner, from a list or from the number of the whole fleet."""
     chips = _each("--chips", text, count, _count)
     if "," in text:
         return chips
@@ -223,7 +240,11 @@ def _number(
     bounds: tuple[float, float],
     expected: str,
 ) -> float:
-    """Parses a number with an optional unit behind it."""
+    """Parses a number with an optional unit after it, a key of `units`; `bounds` are inclusive.
+
+    Raises:
+        ConfigError: the text is not such a number within the bounds.
+    """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]?)", text.strip())
     if found and found[2] in units:
         value = float(found[1]) * units[found[2]]

@@ -1,9 +1,9 @@
-"""The values of H that a fleet's links carry, and each one's loss, by simulated rounds. Pure.
+"""Forecasts a fleet for several values of H: whether its links carry the traffic, and the loss.
 
-The loss is a line fitted to this project's own sweep (docs/benchmarks.md, "One thing
-changed at a time": H of 6, 12, 24 and 48, two small tasks, AdamW inside, budgets of 360 steps):
-percent over H = 24, per e-fold of H. It gives direction and rough size for models far larger than
-those that were measured.
+Pure. Traffic is that of simulated rounds. Loss is a line fitted to this project's own sweep
+(docs/benchmarks.md, "One thing changed at a time": H of 6, 12, 24 and 48, two small tasks, AdamW
+as the inner optimizer, budgets of 360 steps): percent over H = 24, per e-fold of H. The line gives
+direction and rough size for models far larger than those that were measured.
 """
 
 import math
@@ -16,7 +16,7 @@ from diloco.plan.forecast import Fleet, Plan, make_plan
 from diloco.plan.traffic import RoundTraffic
 
 INTERVALS = (6, 12, 24, 48, 96)
-# Percent of loss per e-fold of H, on the task where H mattered least, and on the other.
+# Percent of loss per e-fold of H, on the task where H mattered least and on the other task.
 SLOPES = (0.14, 1.82)
 MEASURED_AT = 24
 # Simulated updates of a fragment for one H.
@@ -30,9 +30,11 @@ class Interval(NamedTuple):
     """The forecast of a fleet with one H.
 
     Attributes:
-        gbit_up: Gbit/s that each learner sends; `gbit_down` those that it receives.
+        steps: H.
+        gbit_up: Gbit/s that the fastest learner sends.
+        gbit_down: Gbit/s that each learner receives.
         full: used share of the busiest link, a learner's or the aggregator's.
-        apart: steps of the fastest learner between two versions of a fragment.
+        apart: time between two versions of a fragment, in steps of the fastest learner.
         loss: least and most percent by which the loss is expected to exceed that of H = 24, if
             versions come every H steps.
     """
@@ -46,7 +48,7 @@ class Interval(NamedTuple):
 
     @property
     def carried(self) -> bool:
-        """Whether links carry H: versions come every H steps, with the updates sent for them."""
+        """Whether the links carry H: none is nearly full, and versions come about every H steps."""
         return self.full <= FULLEST and self.apart <= MOST_APART * self.steps
 
 
@@ -58,7 +60,7 @@ def expected_loss(steps: int) -> tuple[float, float]:
 
 
 def with_interval(settings: RunSettings, steps: int) -> RunSettings:
-    """Returns the settings with H = `steps`; settings that must not exceed H are lowered to it."""
+    """Returns the settings with H = `steps`, and `fragments` and `min_steps` lowered to fit it."""
     sync = settings.sync.model_copy(
         update={
             "interval_steps": steps,
@@ -77,7 +79,18 @@ def intervals(
     *,
     seed: int = 0,
 ) -> list[Interval]:
-    """Forecasts the fleet for each H of `INTERVALS` and the run's own, without failures."""
+    """Forecasts the fleet, without failures, for each H of `INTERVALS` and the run's own H.
+
+    Args:
+        settings: settings of the run.
+        fleet: the machines; their outages are left out.
+        parameters: the number of the model's parameters.
+        sizes_of: returns the bytes and objects of a round of all fragments under settings.
+        seed: seed of every random time.
+
+    Returns:
+        The forecasts, by ascending H.
+    """
     fleet = replace(fleet, outages=None)
     chosen = sorted({*INTERVALS, settings.sync.interval_steps})
     return [
@@ -108,7 +121,7 @@ def _interval(
 
 
 def _full(fleet: Fleet, sized: RoundTraffic, steps: int, aggregator_gbit: float) -> float:
-    """Returns the used share of the busiest link; reads are at the fastest learner's pace."""
+    """Returns the used share of the busiest link; deltas come at the fastest learner's pace."""
     fastest_s = min(island.step_s for island in fleet.islands)
     shares = [aggregator_gbit / fleet.aggregator_gbit]
     for island in fleet.islands:
@@ -118,7 +131,12 @@ def _full(fleet: Fleet, sized: RoundTraffic, steps: int, aggregator_gbit: float)
 
 
 def advice(found: list[Interval], current: int) -> str:
-    """Returns a sentence with the smallest H that the links carry, and why."""
+    """Returns a sentence with the smallest H that the links carry, and why a smaller H fails.
+
+    Args:
+        found: forecasts by ascending H.
+        current: the run's own H.
+    """
     carried = [interval for interval in found if interval.carried]
     if not carried:
         return (

@@ -9,7 +9,7 @@ import typer
 
 from diloco.run.cli.options import Json, Settings
 
-# Parts of --help.
+# Panels of --help.
 _fleet = partial(typer.Option, rich_help_panel="Fleet")
 _failures = partial(typer.Option, rich_help_panel="Failures")
 _baseline = partial(typer.Option, rich_help_panel="Data-parallel baseline")

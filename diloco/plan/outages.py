@@ -1,13 +1,14 @@
-"""Simulates when a job of many slices trains and when it stops for failures, event by event.
+"""Simulates at which times a job of many slices trains, and at which it is stopped by failures.
 
-Pure: randomness comes in as a generator. The rules, after Decoupled DiLoCo (arXiv 2604.21428, its
-simulation of failures; docs/plan.md has the constants):
+A job is one learner, or data-parallel training on all chips; a slice is a number of chips that fail
+together. Pure: randomness comes in as a generator. The rules, after Decoupled DiLoCo (arXiv
+2604.21428, its simulation of failures; docs/plan.md has the constants):
 
 - Each chip fails at random, once in `mtbi_s` on average, and takes its slice out. A slice that is
   out returns after a random time, `return_s` on average.
-- An *elastic* job continues with its remaining slices. It stops for `reconfigure_s` when some leave
-  or join; failures and returns in this time are part of the same reconfiguration. A slice that is
-  back waits up to `hold_s` for others, so that they join at once.
+- An *elastic* job continues with its remaining slices. It stops for `reconfigure_s` when slices
+  fail or join; failures and returns in this time are part of the same reconfiguration. A slice
+  that has returned waits up to `hold_s` for others, so that all join in one reconfiguration.
 - A *rigid* job trains with all of its slices or not at all. It restarts from its checkpoint.
 - The step in progress when a slice fails is lost.
 """
@@ -31,17 +32,18 @@ class Outages:
     Attributes:
         mtbi_s: mean time between two interruptions of one chip.
         slice_chips: chips that are lost when one of them fails.
-        return_s: mean time until a failed slice is back.
-        hold_s: time that a slice that is back waits for others before an elastic job takes it in.
-        reconfigure_s: time for which an elastic job stops when slices leave or join.
-        restart_s: time from the return of its slices until a job that has lost everything trains.
+        return_s: mean time from a slice's failure to its return.
+        hold_s: longest time that a returned slice waits for others before an elastic job
+            reconfigures to take it in.
+        reconfigure_s: time for which an elastic job stops when slices fail or join.
+        restart_s: time from when slices are available until a job without any memory left trains.
         checkpoint_every_s: training time between two checkpoints of a rigid job; 0: a restart
             loses nothing but the step in progress.
-        spares: a spare slice replaces a failed one in a rigid job at once.
-        merge_s: failures within this time count as one failure, at its end, as in a simulation
-            that draws once a step whether a chip fails; 0: each failure counts.
-        spread: distribution of a slice's return about its mean: exponential, uniform from half to
-            one and a half of it, or fixed.
+        spares: in a rigid job, a spare slice replaces a failed slice at once.
+        merge_s: failures within one interval of this length count as one failure at the interval's
+            end, as in a simulation that draws once a step whether a chip fails; 0: each counts.
+        spread: distribution of the time to a slice's return: exponential, uniform from 0.5 to 1.5
+            of `return_s`, or fixed.
     """
 
     mtbi_s: float
@@ -61,11 +63,12 @@ class Trace:
     """A job's training and losses from 0 to `horizon_s`.
 
     Attributes:
-        times_s: ascending, the first is 0; from each on the job trains at `shares` of its capacity,
-            0 while it is stopped.
-        shares: in [0, 1], one for each time.
-        losses: (time, seconds of training whose work was lost then): restarts from a checkpoint.
-        deaths_s: when the job lost everything it held in memory.
+        horizon_s: the end of the trace, in seconds.
+        times_s: the times at which the job's share changes, float64 [N], ascending from 0.
+        shares: the share of its slices with which the job trains from each of `times_s` on, float64
+            [N] in [0, 1]; 0 while it is stopped.
+        losses: restarts from a checkpoint: (time, seconds of training whose work was lost).
+        deaths_s: times at which the job lost everything it had in memory.
     """
 
     horizon_s: float
@@ -85,7 +88,7 @@ class Trace:
 
     @property
     def goodput(self) -> float:
-        """The work that no failure undid, as a share of the work without any failure."""
+        """The work that no restart lost, as a share of the work without any failure."""
         lost_s = sum(seconds for _, seconds in self.losses)
         return max(0.0, float(self._lengths_s @ self.shares - lost_s) / self.horizon_s)
 
@@ -115,7 +118,7 @@ class _Job(NamedTuple):
 
 
 class _Line:
-    """A trace of capacity over time, under construction."""
+    """A `Trace` under construction; methods append to it, by ascending time."""
 
     def __init__(self) -> None:
         self.times_s = [0.0]
@@ -149,7 +152,16 @@ def simulate(
     elastic: bool,
     step_s: float = 1.0,
 ) -> Trace:
-    """Simulates a job of `chips` chips until `horizon_s`; all slices are there at the beginning."""
+    """Simulates a job until `horizon_s`; all of its slices are available at the beginning.
+
+    Args:
+        outages: failures and returns.
+        chips: chips of the job, divided into slices of about `outages.slice_chips`.
+        horizon_s: seconds to simulate.
+        rng: draws all random times.
+        elastic: whether the job is elastic; else it is rigid.
+        step_s: seconds of a step.
+    """
     slices = max(1, round(chips / outages.slice_chips))
     job = _Job(slices, chips / slices / outages.mtbi_s, step_s, horizon_s)
     return (_elastic if elastic else _rigid)(outages, job, rng).trace(horizon_s)
@@ -165,7 +177,7 @@ def _fails_after_s(outages: Outages, failures_per_s: float, rng: np.random.Gener
 def _failures(
     outages: Outages, failures_per_s: float, span_s: float, rng: np.random.Generator
 ) -> int:
-    """Draws the number of slices that fail within a span in which the job is stopped."""
+    """Draws the number of slices that fail within `span_s` seconds in which the job is stopped."""
     if not outages.merge_s:
         return int(rng.poisson(failures_per_s * span_s))
     draws = round(span_s / outages.merge_s)
@@ -234,7 +246,7 @@ def _rigid(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
 
 
 def _fail(line: _Line, outages: Outages, at_s: float, step_s: float) -> None:
-    """Stops a rigid job, which loses its training since its checkpoint."""
+    """Stops a rigid job at a failure, and counts the training since its checkpoint as lost."""
     began_s = line.times_s[-1]
     line.stop(at_s, step_s)
     line.deaths_s.append(at_s)
@@ -244,7 +256,10 @@ def _fail(line: _Line, outages: Outages, at_s: float, step_s: float) -> None:
 
 
 def _restarted_at(outages: Outages, job: _Job, failed_s: float, rng: np.random.Generator) -> float:
-    """Returns when a rigid job trains again; without spares, failures before that delay it more."""
+    """Returns the time at which a rigid job that failed at `failed_s` trains again.
+
+    Without spares, all failed slices must return first, and further slices may fail meanwhile.
+    """
     if outages.spares:
         return failed_s + outages.restart_s
     now_s, returns = failed_s, [_return_at(outages, failed_s, rng)]

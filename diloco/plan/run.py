@@ -1,4 +1,4 @@
-"""`diloco plan`: reads options, makes a plan, prints and draws it."""
+"""Runs `diloco plan`: reads the options, makes the plan, prints it and draws it."""
 
 import json as jsonlib
 import re
@@ -28,12 +28,12 @@ def write_interval(path: Path, settings: RunSettings, found: list[Interval]) -> 
     """Sets H in the file to the smallest that the links carry; returns a sentence on the changes.
 
     Args:
-        path: the run's file.
+        path: the run's TOML file.
         settings: the settings that were planned.
-        found: the forecast for each H.
+        found: the forecast for each H, by ascending H.
 
     Raises:
-        ConfigError: no H is carried, or the file cannot be changed line by line.
+        ConfigError: the links carry none of these H, or the file cannot be changed line by line.
     """
     carried = next((interval.steps for interval in found if interval.carried), None)
     if carried is None:
@@ -68,7 +68,7 @@ def _says(text: str, expected: Mapping[str, object]) -> bool:
 
 
 def _with_keys(text: str, values: Mapping[str, int]) -> str:
-    """Returns the text of a file with these whole numbers in [sync]; comments stay."""
+    """Returns a run's TOML text with the keys of [sync] set to `values`; comments are kept."""
     if _SYNC.search(text) is None:
         text = f"{text}\n[sync]\n" if text else "[sync]\n"
     header = _SYNC.search(text)
@@ -82,12 +82,12 @@ def _with_keys(text: str, values: Mapping[str, int]) -> str:
     return text[: header.end()] + missing + body + text[ends:]
 
 
-# Numbers of learners that a figure shows, beside the planned one.
+# Numbers of learners that the figure shows, besides the planned number.
 COUNTS = (1, 2, 4, 8, 16, 32)
 
 
 def run_plan(options: PlanOptions) -> None:
-    """Prints the plan, and draws it if the options say so.
+    """Prints the plan, and draws it (--plot) or writes H into the file (--write) if asked.
 
     Raises:
         ConfigError: an option or the file is invalid, or an output cannot be written.

@@ -1,9 +1,9 @@
-"""The rounds of one fragment in virtual time, decided by the cores that run in production.
+"""Simulates the rounds of one fragment in virtual time, with the cores that run in production.
 
 The aggregator's core is `aggregator/core/`, the learner's `learner/core/sync.py`; everything
-between them is simulated: steps, links, the merge, and learners that come and go. All fragments of
-a run have the same rounds at other offsets, so one stands for all. Pure: randomness comes in as a
-generator, times are seconds since the beginning.
+between them is simulated: steps, links, the merge, and learners that join and die. All fragments of
+a run have the same rounds at different offsets, so one fragment stands for all. Pure: randomness
+comes in as a generator, times are seconds since the beginning.
 """
 
 from bisect import bisect_right
@@ -43,10 +43,11 @@ class PlannedLearner:
     """The figures of a learner that determine its rounds; times in seconds.
 
     Attributes:
-        step_s: time of one inner step over `step_tokens` tokens, with all of its slices.
-        upload_s: from sending an update to its announcement.
-        download_s: from a record to its delta, decoded.
-        trace: when it trains.
+        step_s: time of one inner step, with all of the learner's slices.
+        step_tokens: tokens of that step.
+        upload_s: time from sending an update to its announcement; each varies by `JITTER`.
+        download_s: time from a version's record until the learner has the version's decoded delta.
+        trace: the times at which the learner trains, and with which share of its slices.
     """
 
     step_s: float
@@ -61,13 +62,13 @@ class PlannedAggregator:
     """The times of an aggregator's work, in seconds.
 
     Attributes:
-        read_s: to read and verify one update, limited by link or cores.
-        make_s: from a round's close to the version: outer step and delta; no update is read
-            meanwhile.
-        store_s: from the version to its record, during which updates are read.
-        snapshot_s: added to `store_s` when view and outer state are stored too.
-        message_s: to deliver a message, or the answer to a request.
-        away_s: (start, end) of an outage in which announced updates are not read.
+        read_s: time to read and verify one update, limited by link or cores.
+        make_s: time from a round's close until the version is computed (outer step and delta).
+            The core gets no event in that time.
+        store_s: time from there to the version's record.
+        message_s: time to deliver a message, or the answer to a request.
+        snapshot_s: added to `store_s` when the view and the outer state are stored too.
+        away_s: (start, end) of an outage of the aggregator, whose core gets no event until its end.
     """
 
     read_s: float
@@ -80,18 +81,21 @@ class PlannedAggregator:
 
 @dataclass(kw_only=True, slots=True)
 class RoundTotals:
-    """The result of the rounds.
+    """The results of simulated rounds.
 
     Attributes:
-        committed_s: time of each version; `merged` is the number of its updates.
-        staleness: staleness of each merged update, in versions, in their order.
+        committed_s: time of the record of each version.
+        merged: the number of updates merged in each version.
+        staleness: staleness of each merged update, in versions, in the order of the versions.
         waits_s: seconds of each merged update from its announcement to the close of its round.
         adoptions_s: seconds of each version at each learner, from its record to its adoption.
-        reads: updates that the aggregator read.
-        reasons: the number of rounds that closed for each reason.
-        kept: share of the trained tokens that was merged, or in flight at the end.
-        utilization: share of the learners' available time in which they did not wait.
-        stands_for: learners of the fleet for each simulated one.
+        reasons: the number of rounds that closed for each reason (`Commit.reason`).
+        reads: the number of updates that the aggregator read.
+        kept: share of the trained tokens that was merged, or was still to be merged at the end;
+            the rest was rejected or died with its learner.
+        utilization: tokens that learners trained, as a share of those possible by their traces
+            without waiting for versions.
+        stands_for: learners of the fleet for each simulated learner.
     """
 
     committed_s: list[float] = field(default_factory=list)
@@ -112,14 +116,14 @@ class RoundTotals:
 
     @property
     def interval_s(self) -> float:
-        """Mean time between two versions of the fragment."""
+        """Mean seconds between two versions of the fragment; infinite for fewer than two."""
         if self.versions < 2:
             return NEVER_S
         return (self.committed_s[-1] - self.committed_s[0]) / (self.versions - 1)
 
     @property
     def participants(self) -> float:
-        """Mean number of updates in a version."""
+        """Mean number of updates in a version, in learners of the fleet."""
         simulated = len(self.staleness) / self.versions if self.versions else 0.0
         return self.stands_for * simulated
 
@@ -130,12 +134,12 @@ class RoundTotals:
 
     @property
     def wait_s(self) -> tuple[float, float]:
-        """Mean and worst of `waits_s`."""
+        """(Mean, worst) of `waits_s`; zeros if it is empty."""
         return _mean_and_worst(self.waits_s)
 
     @property
     def adoption_s(self) -> tuple[float, float]:
-        """Mean and worst of `adoptions_s`."""
+        """(Mean, worst) of `adoptions_s`; zeros if it is empty."""
         return _mean_and_worst(self.adoptions_s)
 
     @property
@@ -160,10 +164,10 @@ def simulate(
 
     Args:
         settings: settings of the run.
-        workers: its learners, all present at the beginning.
-        aggregator: the times of its work.
-        horizon_s: no longer than the workers' traces.
-        rng: draws the uploads' times.
+        workers: the run's learners; all join at 0 s.
+        aggregator: the times of the aggregator's work.
+        horizon_s: seconds to simulate; no longer than the workers' traces.
+        rng: draws the times of uploads.
     """
     timeline = Timeline()
     owner = _PlannedOwner(settings, aggregator, timeline)
@@ -177,7 +181,7 @@ def simulate(
 
 
 def _planned_rules(settings: RunSettings) -> FragmentRules:
-    """Returns the run's rules for a smallest fragment, in a run that does not end."""
+    """Returns the run's rules for one fragment of two blocks, in a run that does not end."""
     sizes = {"fragments": 1, "shard_elements": 1024}
     settings = settings.model_copy(update={"sync": settings.sync.model_copy(update=sizes)})
     block = settings.sync.block
@@ -187,7 +191,7 @@ def _planned_rules(settings: RunSettings) -> FragmentRules:
 
 
 def _digest(version: int) -> str:
-    """Returns a stand-in for the digest of a version's view."""
+    """Returns a string of the version's number, in place of the digest of its view."""
     return f"{version:032x}"
 
 
@@ -195,8 +199,11 @@ class _PlannedOwner(VirtualFragment):
     """The simulated aggregator: reads one update after another, since all share its link.
 
     Attributes:
+        learners: the simulated learners.
         found: the results of the rounds so far.
-        trained: tokens of lives that are over; `sent`: the tokens among them that were not lost.
+        trained: tokens trained by learners until they died, or until the end (`result`).
+        sent: the tokens of announced updates that were not rejected; at the end also those that
+            learners have not announced yet.
     """
 
     def __init__(
@@ -282,7 +289,7 @@ def _version_of(commit: Commit) -> int:
 
 
 class _Work:
-    """Steps and tokens of a trace as functions of time, and the inverse."""
+    """The steps and tokens that a learner's trace allows by a time, and the time of a step."""
 
     def __init__(self, worker: PlannedLearner) -> None:
         trace = worker.trace
@@ -297,7 +304,7 @@ class _Work:
         self._worker = worker
 
     def at(self, now_s: float) -> tuple[int, float]:
-        """Returns the whole steps and the tokens done by `now_s`."""
+        """Returns (whole steps, tokens) that the trace allows from 0 to `now_s`."""
         index = bisect_right(self._times_s, now_s) - 1
         share = self._shares[index]
         steps = (now_s - self._times_s[index]) / self._worker.step_s if share else 0.0
@@ -305,20 +312,19 @@ class _Work:
         return int(self._steps_list[index] + steps + 1e-6), tokens
 
     def when(self, steps: int) -> float:
-        """Returns the time at which this number of steps is done."""
+        """Returns the time at which this number of steps is done; `NEVER_S` if it never is."""
         index = int(np.searchsorted(self._steps, steps - 1e-6)) - 1
         end_s = self._times_s[index] + (steps - self._steps_list[index]) * self._worker.step_s
         return end_s if index >= 0 and self._shares[index] else NEVER_S
 
 
 class _Learner:
-    """One simulated learner, life after life: its core, and the steps fed to it.
+    """One simulated learner over all of its incarnations: gives its core the steps of its trace.
 
     Attributes:
-        state: its core's state; None while it is dead.
-        unannounced: tokens of the update that is being uploaded.
-        opened: the version of an open round of which the learner was told, until its next step
-            boundary.
+        work: the steps and tokens that the learner's trace allows.
+        state: the core's state; None while the learner is dead.
+        incarnation: sequence of the learner's last join; 0 before the first.
     """
 
     def __init__(
@@ -342,7 +348,10 @@ class _Learner:
         self._plan_lives()
 
     def _plan_lives(self) -> None:
-        """Plans the learner's joins and deaths, and the silences in which no round waits for it."""
+        """Schedules the learner's joins and deaths, and the times at which it counts as silent.
+
+        A learner is silent from `quorum.liveness_timeout_s` into a stop until it trains again.
+        """
         trace = self._worker.trace
         silent_s = self._owner.rules.quorum.liveness_timeout_s
         self._timeline.at(0.0, self._join)
@@ -354,7 +363,7 @@ class _Learner:
             if ends_s - begins_s > silent_s:
                 self._timeline.at(begins_s + silent_s, self._be_heard, False)
                 self._timeline.at(ends_s, self._be_heard, True)
-            # A trace drops the step in progress: a death lies after the last whole step.
+            # A trace drops the step in progress: a death comes after the last whole step.
             died_s = [at_s for at_s in trace.deaths_s if begins_s <= at_s < ends_s]
             if died_s:
                 self._timeline.at(died_s[0], self._die)
@@ -375,7 +384,12 @@ class _Learner:
         self.state = None
 
     def let_go(self, *, kept: bool) -> None:
-        """Counts the tokens of a life that is over; if `kept`, its unannounced work is not lost."""
+        """Adds the tokens of the present incarnation to the owner's totals.
+
+        Args:
+            kept: whether tokens that are not announced yet count as not lost: True at the end of
+                the simulation, False at the learner's death.
+        """
         if self.state is None:
             return
         self._owner.trained += self.state.done.tokens
@@ -393,7 +407,7 @@ class _Learner:
             self._plan_boundary()
 
     def feed(self) -> None:
-        """Gives the core the steps that were trained since the last call."""
+        """Gives the core the steps trained since the last call; none if the learner waited."""
         if self.state is None:
             return
         steps, tokens = self.work.at(self._timeline.now_s)
@@ -409,7 +423,10 @@ class _Learner:
         self._waiting = sync.must_wait(self._rules, state)
 
     def _plan_boundary(self) -> None:
-        """Schedules the boundary at which the fragment is due."""
+        """Schedules the step boundary at which the fragment's next update is due.
+
+        Schedules nothing while an update is in flight.
+        """
         assert self.state is not None
         fragment = self.state.fragments[0]
         if fragment.in_flight is None:
@@ -449,7 +466,10 @@ class _Learner:
         self._owner.announce(manifest)
 
     def hear_of_round(self, version: int) -> None:
-        """Notes an open round; without an update in flight, the next boundary looks at it."""
+        """Tells the learner that the round that makes `version` is open.
+
+        Its core gets the event at once if an update is in flight, else at the next step boundary.
+        """
         if self.state is None:
             return
         if self.state.fragments[0].in_flight is None:
@@ -460,11 +480,11 @@ class _Learner:
             self._tell(RoundOpened(0, version))
 
     def hear_of_record(self, ready: Ready) -> None:
-        """Notes a record; the learner has its version once the delta is downloaded."""
+        """Tells the learner of a record: its core gets the event after the delta's download."""
         self._timeline.after(self._worker.download_s, self._adopt, self.incarnation, ready)
 
     def _adopt(self, incarnation: int, ready: Ready) -> None:
-        """Takes a version that has arrived; it takes effect at the next step boundary."""
+        """Gives the core a version that has arrived, to be adopted at the next step boundary."""
         if self.state is None or self.incarnation != incarnation:
             return
         flying = self.state.fragments[0].in_flight

@@ -1,4 +1,4 @@
-"""A plan as tables for people, and as JSON for programs."""
+"""Formats a plan: tables and a figure for people, JSON for programs."""
 
 import math
 from collections import Counter
@@ -29,7 +29,14 @@ from diloco.show.page.svg import DASHES, Axis, Column, Panel, PlotMark, line, po
 
 
 def as_json(made: Plan, possible: list[Interval], parameters: int, tokens: int) -> dict[str, Any]:
-    """Returns the plan for programs; infinite numbers become null."""
+    """Returns the plan as a dictionary for JSON; infinite numbers become None.
+
+    Args:
+        made: the plan.
+        possible: the forecasts for each H.
+        parameters: the number of the model's parameters.
+        tokens: the token budget; 0 for none.
+    """
     fields = asdict(made) | {
         "parameters": parameters,
         "tokens": tokens,
@@ -59,7 +66,17 @@ def tables(
     tokens: int,
     cost: DailyCost,
 ) -> list[Table]:
-    """Returns the plan for people; `cost` is that of the cheapest arrangement."""
+    """Returns four tables: ways of training, bandwidth, rounds and traffic, values of H.
+
+    Args:
+        settings: settings of the run.
+        fleet: the machines.
+        made: the plan.
+        possible: the forecasts for each H.
+        parameters: the number of the model's parameters.
+        tokens: the token budget; 0 for none.
+        cost: dollars a day at the run's own H, for the cheapest place of the bucket.
+    """
     return [
         _systems(fleet, made, tokens),
         _bandwidth(made, parameters),
@@ -179,7 +196,10 @@ def _intervals(found: list[Interval], current: int, cost: DailyCost) -> Table:
 
 
 def cost_table(costs: list[DailyCost], prices: Prices, regions: Sequence[str], made: Plan) -> Table:
-    """Returns a table of dollars a day, and of the whole run, by the place of the bucket."""
+    """Returns a table of dollars a day, with a column for each of `costs`.
+
+    Its last row is the whole run's dollars, if the plan has a token budget.
+    """
     run = made.systems[-1].days
     columns = ["$ a day", *(cost.name for cost in costs)]
     table = plain_table(*columns, title="What it costs", wraps=True)
@@ -195,7 +215,10 @@ def cost_table(costs: list[DailyCost], prices: Prices, regions: Sequence[str], m
 def costs_as_json(
     costs: list[DailyCost], prices: Prices, regions: Sequence[str], made: Plan
 ) -> dict[str, Any]:
-    """Returns the costs for programs; the first arrangement is the cheapest."""
+    """Returns the costs as a dictionary for JSON, in the order of `costs`: the cheapest first.
+
+    `run`, the dollars of the whole run, is None if the plan has no token budget.
+    """
     run = made.systems[-1].days
     days = run if run is not None and math.isfinite(run) else None
     return {
@@ -234,7 +257,7 @@ def _bytes(value: float) -> str:
     return f"{value / unit.scale:.4g} {unit.name}"
 
 
-# Utilization for which the right panel shows the links; it is one of `plan.UTILIZATIONS`.
+# Utilization for which the right panel shows the links; it is one of `forecast.UTILIZATIONS`.
 SHOWN = 0.95
 
 
@@ -242,9 +265,9 @@ def draw(plans: list[Plan], asked: Plan, path: Path) -> None:
     """Draws goodput and uptime, and the Gbit/s of a site's link, over the number of learners.
 
     Args:
-        plans: by ascending number of learners.
-        asked: the plan in question, whose number of learners is marked.
-        path: path of the page.
+        plans: plans by ascending number of learners.
+        asked: the plan that was asked for; a vertical line marks its number of learners.
+        path: path of the HTML page to write.
 
     Raises:
         ConfigError: the page cannot be written.

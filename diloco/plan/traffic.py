@@ -1,7 +1,9 @@
-"""Traffic of a run and needs of its aggregator, in closed form: bytes, Gbit/s, cores, memory.
+"""Computes the traffic of a run and the needs of its aggregator: bytes, Gbit/s, cores, memory.
 
-Pure. The bytes are those of the codecs themselves; processor times are of `bench.merge`
-(docs/benchmarks.md), on the machine described there.
+Pure, in closed form. The bytes are those of the codecs themselves; processor times were measured by
+`bench.merge` (docs/benchmarks.md), on the machine described there. Where a function has `updates`,
+it is the mean number of updates merged in a version; `interval_s` is the seconds between two
+versions of a fragment.
 """
 
 import math
@@ -16,8 +18,8 @@ from diloco.common.protocol.shards import shard_bytes, shard_ranges
 # Core-seconds for each element of each update: its norm and its addition, 2 cores x 133.9 ms for 8
 # updates of 67,108,864 elements.
 UPDATE_CORE_S = 2 * (35.3e-3 + 98.6e-3) / (8 * (1 << 26))
-# For each update of a fragment, whatever its size: to read it from the store, check and answer it
-# (`bench.protocol_clients --learners 1000 --fragment 65536`).
+# For each update of a fragment, whatever its size: to read it from the store, check it and give its
+# verdict (`bench.protocol_clients --learners 1000 --fragment 65536`).
 SMALL_UPDATE_CORE_S = 2.1e-3
 # For each element of each version: norms of the sum, outer step, delta.
 VERSION_CORE_S = 2 * (14.0e-3 + 66.1e-3 + 94.1e-3) / (1 << 26)
@@ -29,8 +31,8 @@ PLAIN_CORE_S, TLS_CORE_S = 0.7e-9, 1e-9
 RANGE_BYTES = 8 << 20
 # Bytes on the tape: of a manifest, and of each of its shards.
 MANIFEST_BYTES, SHARD_BYTES = 600, 160
-# Of a record: of itself, for each learner that its fragment knows, and for each update in it beside
-# the update's shards (`python -m bench.rounds events`).
+# Bytes of a record: of the record alone, for each learner that its fragment knows, and for each
+# update in it, without the update's shards (`python -m bench.rounds events`).
 RECORD_BYTES, LEARNER_BYTES, INPUT_BYTES = 1000, 327, 225
 # Share of its cores that an aggregator should use on average: the rest is for bursts, recovery.
 BUSY = 0.5
@@ -43,15 +45,17 @@ class RoundTraffic:
     """Bytes and objects of one round of every fragment, which is the traffic of H steps.
 
     Attributes:
-        elements: padded parameters of all fragments; `largest`: those of the largest fragment.
+        elements: parameters of all fragments, padded to whole blocks.
+        largest: elements of the largest fragment.
         fragments: the number of fragments, P.
-        update_bytes: bytes of one learner's updates; `update_objects` counts their shards, and
-            `update_gets` the requests that read them.
-        delta_bytes: bytes of the versions' deltas, one object a fragment; `delta_gets` counts the
-            requests that read them.
-        snapshot_bytes: bytes of the views and outer states, two objects a fragment every
-            `snapshot_interval_versions` versions.
-        resident_bytes: bytes of the aggregator's arrays.
+        update_bytes: bytes of one learner's updates, one for each fragment.
+        update_objects: the number of shards of these updates, each one object.
+        update_gets: requests that read these shards.
+        delta_bytes: bytes of the versions' deltas, one object a fragment.
+        delta_gets: requests that read these deltas.
+        snapshot_bytes: bytes of the views and outer states, two objects a fragment.
+        snapshot_interval_versions: versions of a fragment from one snapshot to the next.
+        resident_bytes: bytes of the aggregator's arrays in memory.
     """
 
     elements: int
@@ -68,13 +72,21 @@ class RoundTraffic:
 
 
 def equal_fragments(settings: RunSettings, parameters: int) -> list[int]:
-    """Returns the fragments' elements if the model's tensors are unknown: as equal as possible."""
+    """Returns the elements of each fragment of a model whose tensors are unknown.
+
+    All are equal: the parameters divided among the fragments, padded to a multiple of two blocks.
+    """
     pair = 2 * settings.sync.block
     return [math.ceil(parameters / settings.sync.fragments / pair) * pair] * settings.sync.fragments
 
 
 def sizes(settings: RunSettings, fragments: Sequence[int]) -> RoundTraffic:
-    """Returns the bytes and objects of a run whose fragments have these numbers of elements."""
+    """Returns the bytes and objects of a round of every fragment.
+
+    Args:
+        settings: settings of the run.
+        fragments: the number of elements of each fragment.
+    """
     run = settings.sync
     shards = [
         shard_bytes(run.codec, stop - start, run.block)
@@ -107,12 +119,15 @@ def sizes(settings: RunSettings, fragments: Sequence[int]) -> RoundTraffic:
 
 
 def gets(size_bytes: int) -> int:
-    """Returns the number of requests that read an object."""
+    """Returns the number of requests that read an object of `size_bytes`, by `RANGE_BYTES` each."""
     return max(1, math.ceil(size_bytes / RANGE_BYTES))
 
 
 def ring_bits(parameters: int, bits: int, sites: int) -> float:
-    """Returns the bits that each site sends when all average a gradient in a ring."""
+    """Returns the bits that each of `sites` sends when they average a gradient in a ring.
+
+    The gradient has `parameters` elements of `bits` bits.
+    """
     return bits * parameters * 2 * (1 - 1 / sites)
 
 
@@ -135,7 +150,11 @@ def data_parallel_step_s(
 def data_parallel_gbit(
     step_s: float, sent_bits: float, rtt_s: float, hidden: float, utilization: float
 ) -> float:
-    """Returns the Gbit/s that each site needs for a utilization; infinite if latency forbids it."""
+    """Returns the Gbit/s that each site needs for a utilization in data-parallel training.
+
+    Infinite if the round trip alone takes too long. Arguments are as in `data_parallel_step_s`;
+    `utilization` is `step_s` as a share of the step with its exchange.
+    """
     exchange_s = hidden * step_s + step_s * (1 / utilization - 1) - rtt_s
     if not sent_bits:
         return 0.0
@@ -148,10 +167,11 @@ def lockstep_gbit(
     """Returns the Gbit/s that each site needs in lockstep mode, where learners wait for versions.
 
     Args:
-        sized: bytes of the run.
+        sized: bytes of a round of every fragment.
         interval_s: seconds of H steps.
-        round_s: seconds of the aggregator for a version: reading updates, merging, storing.
-        rtt_s: round trip; a version takes two: an update and its manifest, a record and its delta.
+        round_s: seconds that the aggregator takes for a version: to read updates, merge and store.
+        rtt_s: seconds of a round trip; a version takes two: one for an update and its manifest, one
+            for a record and its delta.
         utilization: share of the time in which learners train.
     """
     wait_s = interval_s * (1 / utilization - 1) / sized.fragments - round_s - 2 * rtt_s
@@ -190,12 +210,15 @@ def core_s(sized: RoundTraffic, updates: float, *, tls: bool) -> float:
 
 
 def update_core_s(sized: RoundTraffic) -> float:
-    """Returns the core-seconds for a learner's update of every fragment, without its bytes."""
+    """Returns the core-seconds to check and add one learner's update of every fragment.
+
+    To move the update's bytes takes `byte_core_s` for each, which is not included.
+    """
     return sized.elements * UPDATE_CORE_S + sized.fragments * SMALL_UPDATE_CORE_S
 
 
 def byte_core_s(*, tls: bool) -> float:
-    """Returns the core-seconds for a byte from or to the store."""
+    """Returns the core-seconds to move one byte from or to the store."""
     return TLS_CORE_S if tls else PLAIN_CORE_S
 
 
@@ -224,7 +247,8 @@ def retained_bytes(
 ) -> float:
     """Returns the bytes in the store after garbage collection with a replay window of `window_s`.
 
-    Objects are kept from a snapshot before the window on, and from the older of the two newest.
+    Objects are kept from the last snapshot before the window on, or from the second newest
+    snapshot on if that is older.
     """
     versions = max(window_s / interval_s, sized.snapshot_interval_versions)
     versions += sized.snapshot_interval_versions / 2

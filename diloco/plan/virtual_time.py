@@ -1,8 +1,8 @@
-"""Virtual time for the two cores: a queue of future calls, and the fragments' state machines.
+"""Runs the aggregator's state machine in virtual time: a queue of scheduled calls drives it. Pure.
 
-The user of a timeline defines updates and versions, and the time of reading and making them:
-`diloco/plan/simulated_rounds.py` counts them, `bench/emulate.py` merges tensors. Pure. A timeline
-can be pickled with its future calls, if these are bound methods of picklable objects.
+Subclasses of `VirtualFragment` say how long it takes to read updates and to make versions:
+`diloco/plan/simulated_rounds.py` only counts them, `bench/emulate.py` merges tensors. A `Timeline`
+can be pickled with its scheduled calls, if these are bound methods of picklable objects.
 """
 
 import heapq
@@ -32,10 +32,10 @@ _Call = tuple[float, int, Callable[[], None]]
 
 
 class Timeline:
-    """The future calls, and the tape's sequence numbers.
+    """A queue of calls by virtual time; it also numbers the messages of the simulated tape.
 
     Attributes:
-        now_s: the present virtual time.
+        now_s: the present virtual time, in seconds.
     """
 
     def __init__(self, now_s: float = 0.0) -> None:
@@ -45,21 +45,24 @@ class Timeline:
 
     @property
     def next_s(self) -> float:
-        """The time of the next call."""
+        """The time of the next call; `NEVER_S` if none is scheduled."""
         return self._calls[0][0] if self._calls else NEVER_S
 
     def at(self, at_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Schedules a call at a time; calls at the same time run in the order of scheduling."""
+        """Schedules `call(*args)` at `at_s`, or now if that has passed.
+
+        Calls at the same time run in the order of scheduling.
+        """
         self._order += 1
         planned: _Call = (max(at_s, self.now_s), self._order, partial(call, *args))
         heapq.heappush(self._calls, planned)
 
     def after(self, wait_s: float, call: Callable[..., None], *args: Any) -> None:
-        """Schedules a call after a delay."""
+        """Schedules `call(*args)` in `wait_s` seconds."""
         self.at(self.now_s + wait_s, call, *args)
 
     def advance(self) -> None:
-        """Runs the next scheduled call."""
+        """Sets `now_s` to the time of the next scheduled call, and runs the call."""
         self.now_s, _, call = heapq.heappop(self._calls)
         call()
 
@@ -73,8 +76,10 @@ class VirtualFragment:
     """The aggregator of one fragment: a state machine that gets events at their virtual times.
 
     Attributes:
+        rules: the fragment's rules.
+        timeline: the queue of calls.
         state: the machine's state.
-        newest_seq: sequence of its newest update on the tape.
+        newest_seq: sequence of the fragment's newest update on the tape; 0 before the first.
     """
 
     def __init__(self, rules: FragmentRules, timeline: Timeline, digest: str) -> None:
@@ -89,11 +94,14 @@ class VirtualFragment:
         self._shards = _shards(rules)
 
     def perform(self, effect: Effect) -> None:
-        """Performs an effect of the machine; `decide` then gives the result to the machine."""
+        """Performs an effect of the machine; a later call of `decide` reports its result."""
         raise NotImplementedError
 
     def decide(self, event: events.Event) -> None:
-        """Gives the machine an event, and performs its effects."""
+        """Gives the machine an event, and performs its effects.
+
+        While a version is being made, other events wait until `made` is called.
+        """
         if self.state.phase == "closing" and not isinstance(event, events.Made):
             # As a fragment's owner does: its machine gets no event until the version is made.
             self._held.append(event)
@@ -107,18 +115,21 @@ class VirtualFragment:
             self.timeline.at(due_s, self._ring, due_s)
 
     def join(self, learner: str, incarnation: int) -> Start:
-        """Begins a learner's life; returns the version that it begins with."""
+        """Tells the machine that a learner joined; returns the version that the learner adopts."""
         self.decide(events.Joined(self.timeline.now_s, incarnation, learner))
         state = self.state
         return Start(state.version, state.view_digest, state.record_seq, state.global_step)
 
     def announce(self, manifest: wire.Manifest) -> None:
-        """Puts an update on the tape."""
+        """Puts an update's manifest on the tape, and tells the machine."""
         self.newest_seq = self.timeline.next_seq()
         self.decide(events.Announced(self.timeline.now_s, self.newest_seq, manifest))
 
     def made(self, digest: str) -> None:
-        """Gives the machine the event that its version is made, then events that came meanwhile."""
+        """Tells the machine that its version is made, then gives it the events that waited.
+
+        `digest` is that of the version's view.
+        """
         self.decide(events.Made(self.timeline.now_s, digest))
         while self._held and self.state.phase != "closing":
             self.decide(self._held.popleft())
@@ -132,7 +143,16 @@ class VirtualFragment:
         step_time_s: float,
         loss: float = 0.0,
     ) -> wire.Manifest:
-        """Returns the manifest that announces an update."""
+        """Returns the manifest that announces an update.
+
+        Args:
+            learner: the learner's name.
+            incarnation: the learner's incarnation.
+            send: the core's effect that sends the update.
+            position: batches of the learner's data that are behind it.
+            step_time_s: seconds of one of the learner's steps.
+            loss: mean loss of the update's steps.
+        """
         rules = self.rules
         prefix = names.shards_prefix(
             rules.run, learner, rules.fragment, rules.epoch, incarnation, send.seq
@@ -167,7 +187,13 @@ class VirtualFragment:
         )
 
     def read_by(self, commit: Commit, record_seq: int, digest: str) -> Callable[[str, int], Ready]:
-        """Returns a function of a learner and its incarnation that gives its event for a record."""
+        """Returns a function (learner, incarnation) -> the event of a record for that learner.
+
+        Args:
+            commit: the machine's effect that commits the record.
+            record_seq: sequence of the record on the tape.
+            digest: the digest of the view after the record.
+        """
         # By the record's contents, not by decisions made since.
         state, made = commit.state, commit.what == "version"
         marks = memory.after_record(state).marks
@@ -199,7 +225,7 @@ class VirtualFragment:
 
 
 def _shards(rules: FragmentRules) -> tuple[wire.Shard, ...]:
-    """Returns the shards of an update, without names."""
+    """Returns the shards of an update; `VirtualFragment.manifest` gives them their names."""
     return tuple(
         wire.Shard(
             name="update",

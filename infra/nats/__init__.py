@@ -1,1 +1,1 @@
-"""Configurations of nats-server; `diloco auth` fills them in."""
+"""Templates of nats-server's configuration; `diloco auth` fills them in."""

@@ -1,1 +1,1 @@
-"""`diloco host provision`: reads and checks a fleet on Google Cloud before Terraform sees it."""
+"""`diloco host provision`: checks a fleet's file and writes the variables of infra/terraform."""

@@ -1,4 +1,7 @@
-"""Checks that the run of a fleet can be built and fits its machines; allocates no arrays."""
+"""Checks that a fleet's run can be built, and that its arrays and checkpoints fit the machines.
+
+Builds the task's shapes, and allocates no arrays.
+"""
 
 import inspect
 import math
@@ -24,7 +27,7 @@ from diloco.learner.tensors.mesh import AUTO, ROWS, param_shardings, state_shard
 
 GIB = 1 << 30
 DAY_S = 86400.0
-# Kinds of which JAX sees a chip as one device; for other kinds this is unknown.
+# Kinds of accelerator whose chip is one device to JAX; for other kinds that is unknown.
 ONE_DEVICE = frozenset({"v5p", "v6e"})
 # The relative difference that `parameters` may have from the task's number.
 TOLERANCE = 0.1
@@ -33,12 +36,13 @@ REST_GIB = 20
 
 
 class ArrayBytes(NamedTuple):
-    """Sizes in bytes of a learner's arrays.
+    """Sizes in bytes of a learner's arrays, without activations.
 
     Attributes:
-        device: per device: parameters, optimizer, view and codes in flight, without activations.
-        whole: the same, for a learner of one device.
-        state: the optimizer's state, which checkpoints contain.
+        device: on each device: parameters, optimizer state, view, and the quantized codes of
+            updates in flight, as the mesh divides them.
+        whole: the same arrays, undivided.
+        state: the optimizer's state alone, undivided; checkpoints contain it.
     """
 
     device: int
@@ -47,7 +51,7 @@ class ArrayBytes(NamedTuple):
 
 
 def model_or_fault(settings: RunSettings) -> Task | FleetFinding:
-    """Returns the run's task, of which only shapes are used, or why it cannot be built here."""
+    """Returns the run's task, or a finding that says why it cannot be built here."""
     try:
         return model_of(settings)
     except Exception as error:  # noqa: BLE001 - a user's own code
@@ -65,7 +69,16 @@ def _fault(where: str, error: Exception) -> FleetFinding:
 
 
 def check_run(fleet: FleetFile, config: Config, task: Task, known: Known) -> Iterator[FleetFinding]:
-    """Checks the run's own numbers, and each learner's options, batch, memory and disk."""
+    """Yields a finding for each fault in the run's numbers, or in a learner's part of them.
+
+    Of the run: parameters, quorum, retention. Of each learner: task options, batch, memory, disk.
+
+    Args:
+        fleet: the fleet's file.
+        config: the run's file.
+        task: the run's task, of which only shapes are used.
+        known: the table of accelerators and machine types.
+    """
     settings = config.settings()
     yield from _parameters(fleet, task)
     yield from _quorum(fleet, config)
@@ -99,7 +112,10 @@ def check_run(fleet: FleetFile, config: Config, task: Task, known: Known) -> Ite
 
 
 def devices_of(learner: FleetLearner, config: Config) -> int:
-    """Returns how many devices JAX will have; the chips, if a chip may be several devices."""
+    """Returns the number of devices that JAX will have on a learner, taking a chip as one device.
+
+    Without accelerators: `learner.cpu_devices`, or 1.
+    """
     return chips_of(learner) or config.learner.cpu_devices or 1
 
 
@@ -139,7 +155,10 @@ def _retention(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
 
 
 def _reach(where: str, options: Mapping[str, Any], data: str | None) -> Iterator[FleetFinding]:
-    """Checks files that options name: machines have only the release, and what `data` copies."""
+    """Yields a finding for each absolute path in a task's options that machines will not have.
+
+    Machines have the release, and `DATA` if the fleet's `data` is set.
+    """
     for key, value in options.items():
         paths = [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
         for path in paths:
@@ -160,7 +179,7 @@ def _reach(where: str, options: Mapping[str, Any], data: str | None) -> Iterator
 def _batch(
     where: str, build: str, options: Mapping[str, Any], axes: tuple[int, ...]
 ) -> Iterator[FleetFinding]:
-    """Checks the rows of a batch, for tasks with the option `batch`."""
+    """Yields a finding if the mesh cannot divide a batch's rows; for tasks with option `batch`."""
     parameter = inspect.signature(function_of(build)).parameters.get("batch")
     rows = options.get("batch", parameter.default if parameter else None)
     parts = math.prod(size for axis, size in zip(AXES, axes, strict=True) if axis in ROWS)
@@ -176,8 +195,15 @@ def array_bytes(
 ) -> ArrayBytes:
     """Returns the sizes of a learner's arrays, as its mesh divides them.
 
+    Args:
+        task: the learner's task, of which only shapes are used.
+        config: the run's file.
+        name: the learner's name.
+        layout: the layout of the run's fragments.
+        axes: sizes of the mesh's axes, in the order of `AXES`.
+
     Raises:
-        DilocoError: the task's tensors cannot be sharded so.
+        DilocoError: the task's tensors cannot be sharded over this mesh.
     """
     sync = config.sync
     mesh: Any = AbstractMesh(axes, AXES, axis_types=AUTO)
@@ -217,7 +243,10 @@ def _whole(shapes: Any) -> int:
 def _memory(
     where: str, learner: FleetLearner, needed: ArrayBytes, known: Known
 ) -> Iterator[FleetFinding]:
-    """Checks the memory for arrays alone; `diloco learner --dry-run` includes activations."""
+    """Yields a finding if a learner's arrays do not fit its memory.
+
+    Activations are not counted; `diloco learner --dry-run` counts them.
+    """
     if learner.kind == "cpu":
         has, takes, what = known.memory_bytes(learner.machine_type or ""), needed.whole, "it"
         of = str(learner.machine_type)
@@ -236,7 +265,10 @@ def _memory(
 def _disk(
     where: str, learner: FleetLearner, needed: ArrayBytes, config: Config
 ) -> Iterator[FleetFinding]:
-    """Checks the disk: while a checkpoint is written, it holds one more than are kept."""
+    """Yields a finding if a learner's checkpoints do not fit its disk.
+
+    While a checkpoint is written, the disk has one more than `learner.checkpoint_keep`.
+    """
     each = needed.state / hosts_of(learner) / GIB
     count = config.learner.checkpoint_keep + 1
     if REST_GIB + count * each > learner.disk_gib:

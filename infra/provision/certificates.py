@@ -1,4 +1,4 @@
-"""Checks that NATS servers' certificates are complete, of one authority, and valid long enough."""
+"""Checks the certificates of NATS servers: present, of one authority, and valid long enough."""
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
@@ -18,12 +18,12 @@ LEAST_DAYS = 30
 def check_certificates(
     folder: Path, addresses: Sequence[str], now: datetime
 ) -> Iterator[FleetFinding]:
-    """Checks the authority, and the certificate and key of each server.
+    """Yields a finding for each fault of the authority, or of a server's certificate or key.
 
     Args:
         folder: the folder `tls` in the folder of `diloco auth`.
-        addresses: addresses of the servers, by number.
-        now: the time.
+        addresses: IP addresses of the servers nats-1, nats-2 and so on.
+        now: the present time, with a time zone.
     """
     try:
         authority = _certificate(folder / "ca.pem")

@@ -37,10 +37,10 @@ def host_provision(
 
 
 def say_findings(file: Path) -> "Checked":
-    """Prints everything that is wrong with a fleet's file; returns the result of the check.
+    """Checks a fleet's file; prints the findings and the costs, and returns the check's result.
 
     Raises:
-        ConfigError: the file is not a fleet's.
+        ConfigError: `file` is not a valid fleet's file by itself.
     """
     from diloco.infra.provision.costs import cost_sentences
     from diloco.infra.provision.plan import check

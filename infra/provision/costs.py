@@ -1,6 +1,7 @@
-"""Computes the dollars a day of the resources that Terraform makes of a fleet. Pure.
+"""Computes the dollars a day of the Google Cloud resources that Terraform makes for a fleet. Pure.
 
-Storage, operations and traffic depend on the run: `diloco plan --regions` shows them.
+Not included: the bucket's storage, operations and traffic, which depend on the run; `diloco plan
+--regions` shows these.
 """
 
 from collections import Counter
@@ -19,12 +20,17 @@ from diloco.plan.costs import (
     Prices,
 )
 
-# The disk type of kinds whose machines take no other, as in modules/learner.
+# The disk type of accelerators whose machines take no other, as in infra/terraform/modules/learner.
 DISKS = {"v6e": "hyperdisk-balanced", "tpu7x": "hyperdisk-balanced"}
 
 
 class ResourceCost(NamedTuple):
-    """Dollars a day of some equal resources; None if the price is unknown."""
+    """The cost of some resources of one sort.
+
+    Attributes:
+        what: the resources, for people, such as "NATS: 3 x e2-standard-2".
+        dollars: dollars a day of all of them; None if the price is unknown.
+    """
 
     what: str
     dollars: float | None
@@ -33,7 +39,14 @@ class ResourceCost(NamedTuple):
 def fleet_costs(
     fleet: FleetFile, aggregators: Mapping[str, str | None], known: Known, prices: Prices
 ) -> list[ResourceCost]:
-    """Returns the costs of a fleet's resources while all its machines run."""
+    """Returns the costs of a fleet's resources while all machines run that are not paused.
+
+    Args:
+        fleet: the fleet's file.
+        aggregators: machine type of each aggregator, by name.
+        known: the table of machine types.
+        prices: the table of prices.
+    """
     found = [_machines(len(fleet.nats.zones), fleet.nats.machine_type, "NATS", known, prices)]
     found += [_machines(1, str(one), name, known, prices) for name, one in aggregators.items()]
     if fleet.keeper:
@@ -41,7 +54,7 @@ def fleet_costs(
     running = _running(fleet)
     found += [_learner(name, learner, known, prices) for name, learner in running.items()]
     found += [*_disks(fleet, prices), _gateways(fleet, prices), _secrets(fleet, prices)]
-    # Both by bytes that nobody knows before: what changes on the disks, and what the units say.
+    # Both are priced by bytes that are unknown before the run: changes on disks, lines of logs.
     return [
         *found,
         ResourceCost("snapshots of the streams", None),
@@ -50,12 +63,15 @@ def fleet_costs(
 
 
 def _running(fleet: FleetFile) -> Mapping[str, FleetLearner]:
-    """Returns the learners that have machines."""
+    """Returns the learners that have machines, by name: those that are not paused."""
     return {n: one for n, one in fleet.learners.items() if not (fleet.paused or one.paused)}
 
 
 def _gateways(fleet: FleetFile, prices: Prices) -> ResourceCost:
-    """Returns the cost of the regions' gateways, without the few bytes that are not Google's."""
+    """Returns the cost of each region's NAT gateway, without the few bytes through gateways.
+
+    A gateway costs by the number of machines in its region, and for its address.
+    """
     zones = [*fleet.nats.zones, *(one.zone for one in fleet.aggregators.values())]
     zones += [fleet.nats.zones[0]] * fleet.keeper
     for one in _running(fleet).values():
@@ -104,7 +120,7 @@ def _disks(fleet: FleetFile, prices: Prices) -> Iterator[ResourceCost]:
 
 
 def cost_sentences(costs: Sequence[ResourceCost]) -> Iterable[str]:
-    """Returns a line for each cost, and one for their sum."""
+    """Yields a sentence for each cost, and one for their sum; none if there are no costs."""
     for one in costs:
         dollars = "price not known" if one.dollars is None else f"${one.dollars:,.2f} a day"
         yield f"cost: {one.what}: {dollars}"

@@ -1,4 +1,4 @@
-"""Checks that the files that a fleet names belong to its run."""
+"""Checks the files that a fleet's file names: run, releases, credentials, NATS configurations."""
 
 import ipaddress
 import re
@@ -19,21 +19,24 @@ RESTRICTED = ("google", "null", "undefined", "ssl")
 INSTALLED_AT, STREAMS_AT = "/etc/nats", "/var/lib/nats/jetstream"
 # The architecture of the default images, and of every machine with TPUs.
 ARCHITECTURE = "x86_64"
-# The sections that Terraform writes, with the keys that are mandatory.
+# The sections of a run's file that Terraform writes, with stand-ins for the mandatory keys.
 _OURS = {"bus": {}, "store": {"url": "gs://bucket"}, "metrics": {}}
 
 
 def nats_addresses(fleet: FleetFile) -> list[str]:
-    """Returns the three servers' addresses, computed as in infra/terraform/main.tf."""
+    """Returns the IP addresses of the three NATS servers, computed as in infra/terraform/main.tf.
+
+    Every server's region must have a range in `fleet.subnets`.
+    """
     ranges = [ipaddress.ip_network(fleet.subnets[region_of(zone)]) for zone in fleet.nats.zones]
     return [str(one[11 + index]) for index, one in enumerate(ranges)]
 
 
 def read_run(path: Path) -> Config:
-    """Reads the run's file, adds the sections that Terraform adds, and checks it as daemons do.
+    """Reads the run's file, adds the sections that Terraform will write, and checks the whole.
 
     Raises:
-        ConfigError: the file is not a run's, or has such a section itself.
+        ConfigError: the file is not a valid run's file, or has one of these sections itself.
     """
     document = read_document(path)
     if ours := sorted(document.keys() & _OURS.keys()):
@@ -42,7 +45,14 @@ def read_run(path: Path) -> Config:
 
 
 def check_names(fleet: FleetFile, run: str) -> Iterator[FleetFinding]:
-    """Checks the names from which the names of Google's resources are made, and the end."""
+    """Yields a finding for each name of which Google's resources cannot be named.
+
+    Also for a `stop_at` that is in the past.
+
+    Args:
+        fleet: the fleet's file.
+        run: the run's name.
+    """
     bucket = f"{fleet.project}-{run}"
     for word in RESTRICTED:
         if word in fleet.project:
@@ -63,7 +73,12 @@ def check_names(fleet: FleetFile, run: str) -> Iterator[FleetFinding]:
 
 
 def check_releases(fleet: FleetFile, paths: dict[str, Path]) -> Iterator[FleetFinding]:
-    """Checks the releases that machines run."""
+    """Yields a finding for each release that is missing, or that machines cannot run.
+
+    Args:
+        fleet: the fleet's file.
+        paths: path of each release's archive, by kind.
+    """
     if "tpu" not in paths and any(one.kind != "cpu" for one in fleet.learners.values()):
         yield FleetFinding(
             "a learner has TPUs, and releases has no tpu; make it with: make release KIND=tpu"
@@ -87,7 +102,15 @@ def check_releases(fleet: FleetFile, paths: dict[str, Path]) -> Iterator[FleetFi
 
 
 def check_auth(fleet: FleetFile, folder: Path, run: str) -> Iterator[FleetFinding]:
-    """Checks the folder of `diloco auth`."""
+    """Yields a finding for whatever the folder of `diloco auth` lacks for this fleet.
+
+    Checked are credentials, NATS configurations and certificates.
+
+    Args:
+        fleet: the fleet's file.
+        folder: the folder that `diloco auth init` made.
+        run: the run's name.
+    """
     try:
         known = {one.name: one.role for one in identities(folder)}
     except ConfigError as error:

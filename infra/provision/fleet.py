@@ -1,4 +1,7 @@
-"""The file of a fleet: typed; each part is checked by itself when it is read."""
+"""The TOML file of a fleet on Google Cloud, as typed records: docs/provision.md describes each key.
+
+A record checks its own values when it is made; `plan.py` checks how values fit together.
+"""
 
 import ipaddress
 import math
@@ -32,7 +35,7 @@ _HINT = "docs/provision.md describes every key"
 
 
 def region_of(zone: str) -> str:
-    """Returns the region of a zone."""
+    """Returns the region of a zone, such as us-central1 of us-central1-a; "" if it is no zone."""
     found = ZONE.fullmatch(zone)
     return found[1] if found else ""
 
@@ -72,7 +75,11 @@ def _subnet(text: str) -> str:
 
 
 def _moment(given: object) -> object:
-    """Returns a time in UTC as text; TOML has times of its own, without quotes."""
+    """Returns a time in UTC as text like 2026-12-24T00:00:00Z, from such text or TOML's own type.
+
+    Raises:
+        ValueError: `given` is not such a time, or has another time zone.
+    """
     text = f"{given:{_MOMENT}}" if isinstance(given, datetime) else given
     try:
         moment = datetime.strptime(str(text), _MOMENT)
@@ -95,7 +102,7 @@ def _text(text: str) -> str:
     return text
 
 
-# Ends in a letter or digit too, as names become parts of host names and accounts.
+# A name also ends in a letter or digit, as it becomes part of host names and account names.
 Name = Annotated[
     str,
     _shape(
@@ -189,20 +196,32 @@ FilePath = Annotated[str, Field(min_length=1), AfterValidator(_text)]
 
 
 class FleetFinding(NamedTuple):
-    """A fault of a fleet, in a sentence; `refused` if Terraform must not run with this fault."""
+    """A fault of a fleet.
+
+    Attributes:
+        sentence: the fault, and what to do, for people.
+        refused: True if Terraform must not run with this fault; False for a warning.
+    """
 
     sentence: str
     refused: bool = True
 
 
 class FileSection(BaseModel):
-    """Base of the parts of the file: no other keys, and no values of other types."""
+    """Base of the file's sections: refuses unknown keys, and values of another type."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Nats(FileSection):
-    """The three NATS servers."""
+    """The three NATS servers.
+
+    Attributes:
+        zones: a zone for each server.
+        machine_type: machine type of each.
+        disk_gib: GiB of the disk of each server's streams.
+        snapshot_days: days for which snapshots of these disks are kept.
+    """
 
     zones: list[Zone]
     machine_type: Machine = "e2-standard-2"
@@ -219,7 +238,13 @@ class Nats(FileSection):
 
 
 class Aggregator(FileSection):
-    """One aggregator; without `machine_type` the model's size determines it."""
+    """One aggregator.
+
+    Attributes:
+        zone: its machine's zone.
+        machine_type: its machine's type; None: the smallest with enough memory for the run's model.
+        disk_gib: GiB of its disk.
+    """
 
     zone: Zone
     machine_type: Machine | None = None
@@ -227,7 +252,25 @@ class Aggregator(FileSection):
 
 
 class FleetLearner(FileSection):
-    """One learner."""
+    """One learner: its machines.
+
+    Attributes:
+        zone: zone of all its machines.
+        kind: the accelerator, or "cpu".
+        chips: chips of its one host; None without accelerators, or with a topology.
+        topology: shape of a slice of several hosts, such as 4x4; None: one host.
+        machine_type: type of a machine without accelerators; None with accelerators.
+        spot: whether machines are preemptible.
+        reservation: the reservation that machines are from; None: none.
+        flex_start_hours: longest time in hours for which flex-start machines run; None: machines
+            are not flex-start.
+        image: image of the boot disk; None: the default of the kind.
+        disk_gib: GiB of each machine's disk.
+        warm_start: whether the learner may read all learners' checkpoints, as the run's key
+            `learner.warm_start` needs.
+        paused: whether the learner has no machines for now.
+        site: name of the group of learners that share a service account; None: an account alone.
+    """
 
     zone: Zone
     kind: Annotated[Kind, BeforeValidator(_kind)]
@@ -269,19 +312,19 @@ def chips_of(learner: FleetLearner) -> int:
 
 
 def hosts_of(learner: FleetLearner) -> int:
-    """Returns the number of a learner's machines, counted as in infra/terraform/modules/learner."""
+    """Returns the number of a learner's machines, as infra/terraform/modules/learner counts."""
     return 1 if learner.topology is None else max(1, chips_of(learner) // CHIPS_OF_HOST)
 
 
 class Backstops(FileSection):
-    """Ages in days at which rules of the bucket itself delete objects."""
+    """Ages in days at which lifecycle rules of the bucket delete objects, by sort of object."""
 
     updates: Annotated[int, Field(ge=7)] = 30
     checkpoints: Annotated[int, Field(ge=7)] = 90
 
 
 class Images(FileSection):
-    """Images to use instead of the defaults, by kind."""
+    """Images of boot disks to use instead of the defaults, by kind of machine."""
 
     v5p: Image | None = None
     v6e: Image | None = None
@@ -290,7 +333,7 @@ class Images(FileSection):
 
 
 class ReleaseFiles(FileSection):
-    """The releases that machines run, by kind."""
+    """Paths of the releases that machines run, by kind of release."""
 
     cpu: FilePath
     tpu: FilePath | None = None
@@ -300,11 +343,30 @@ class FleetFile(FileSection):
     """The whole file of a fleet.
 
     Attributes:
-        data: prepared tokens, copied to each learner's machine before it starts.
-        stop_at: time in UTC after which the keeper takes all machines of learners.
-        notification_channels: channels of Cloud Monitoring that hear of errors in the logs.
+        project: the Google Cloud project's id.
+        run_toml: path of the run's file; this and other paths are relative to the fleet's file.
+        auth_folder: path of the folder that `diloco auth init` made.
+        releases: the releases that machines run.
         parameters: number of the model's parameters, for a run without a task that states it.
-        allow_unlisted: only warn about what the dated table lacks, as Google may have changed
+        subnets: address range of each region.
+        nats: the NATS servers.
+        aggregators: the aggregators, by name.
+        learners: the learners, by name.
+        data: bucket folder of prepared tokens, which each learner's machine copies before the
+            learner starts.
+        bucket_location: region or multi-region of the bucket; None: the first aggregator's region.
+        bucket_backstop_days: when the bucket deletes objects that the run did not delete.
+        images: images of boot disks.
+        hourly_checkpoints: whether a timer makes a checkpoint of the run each hour.
+        paused: whether no learner has machines for now.
+        keeper: whether a machine recreates learners' lost machines (infra/keeper.py).
+        stop_at: time in UTC from which on the keeper deletes all machines of learners.
+        notification_channels: channels of Cloud Monitoring that get alerts of errors in the logs.
+        operators: people and groups that may operate the run.
+        metrics_port: TCP port of the daemons' metrics.
+        monitoring_ranges: private address ranges that may read metrics.
+        labels: labels of all resources.
+        allow_unlisted: only warn of what known.toml does not list, as Google may have added it
             since.
     """
 
@@ -340,15 +402,18 @@ class FleetFile(FileSection):
         return self
 
     def bucket(self) -> str:
-        """Returns the bucket's region: the first aggregator's, unless the file names another."""
+        """Returns the bucket's location: `bucket_location`, else the first aggregator's region.
+
+        The first aggregator is the first by name.
+        """
         return self.bucket_location or region_of(self.aggregators[min(self.aggregators)].zone)
 
 
 def read_fleet(path: Path) -> FleetFile:
-    """Reads the file of a fleet.
+    """Reads a fleet's file.
 
     Raises:
-        ConfigError: it cannot be read, or a key is missing, unknown or out of range.
+        ConfigError: the file cannot be read, or a key is missing, unknown or out of range.
     """
     try:
         document = read_document(path)

@@ -1,4 +1,4 @@
-"""The dated table of Google Cloud's regions, machines and accelerators, `known.toml`."""
+"""Reads `known.toml`, a dated table of Google Cloud's regions, machine types and accelerators."""
 
 import functools
 import re
@@ -14,14 +14,17 @@ _MACHINE = re.compile(r"(?P<series>[a-z][a-z0-9]*)-(?P<class>[a-z]+)(-(?P<cores>
 
 
 class Accelerator(BaseModel):
-    """The topologies and zones of a kind of accelerator.
+    """The sizes and zones of a kind of accelerator.
 
     Attributes:
         chips: the numbers of chips that a learner of one host may have.
-        topologies: those of slices of several hosts; empty: every topology of `dimensions` numbers.
+        hbm_gib: GiB of memory of a chip.
+        dimensions: the number of sides of a topology: 2 of 4x4, 3 of 4x4x4.
+        zones: the zones that have this kind.
+        read: beginnings of regions' names, such as "us", for which `zones` is complete.
+        topologies: the topologies of slices of several hosts; empty: each whose sides are multiples
+            of 4, and some small ones.
         most_chips: the most chips of a slice; 0 if unknown.
-        hbm_gib: memory of a chip, GiB.
-        zones: the zones that have it, complete for regions whose names begin with one of `read`.
     """
 
     chips: tuple[int, ...]
@@ -34,19 +37,26 @@ class Accelerator(BaseModel):
 
 
 class MachineClass(BaseModel):
-    """The sizes of a class of machines: `gb` of memory for each of its `cores`."""
+    """The sizes of a class of machines, such as highmem in a series.
+
+    Attributes:
+        gb: GB of memory for each core.
+        cores: the numbers of cores that a machine may have.
+    """
 
     gb: float
     cores: tuple[int, ...]
 
 
 class Series(BaseModel):
-    """A series of machines, by class; without classes its sizes are unknown.
+    """A series of machines, such as n2.
 
     Attributes:
-        hyperdisk: True if its machines take no pd-balanced disk.
-        arm: True if its processors are not those that releases are for.
-        paid: hardware in its price that diloco would not use.
+        standard, highmem, highcpu: sizes of each class; None if unknown, or if there is no such
+            class.
+        hyperdisk: True if machines of the series take no pd-balanced disk.
+        arm: True if their processors are ARM, which releases are not for.
+        paid: hardware in their price that diloco would not use; "": none.
     """
 
     standard: MachineClass | None = None
@@ -58,13 +68,20 @@ class Series(BaseModel):
 
     @property
     def classes(self) -> dict[str, MachineClass]:
-        """The classes whose sizes are known."""
+        """The classes whose sizes are known, by name."""
         named = {"standard": self.standard, "highmem": self.highmem, "highcpu": self.highcpu}
         return {name: one for name, one in named.items() if one}
 
 
 class Known(BaseModel):
-    """The table; `as_of`: when Google's pages were read; `regions`: letters of zones by region."""
+    """The table.
+
+    Attributes:
+        as_of: the day on which Google's pages were read.
+        kinds: accelerators by kind.
+        series: series of machines by name.
+        regions: letters of the zones of each region, such as "abcf".
+    """
 
     as_of: date
     kinds: dict[str, Accelerator]
@@ -72,7 +89,7 @@ class Known(BaseModel):
     regions: dict[str, str]
 
     def size_of(self, machine_type: str) -> tuple[int, int] | None:
-        """Returns the cores and the bytes of memory of a machine; None if they are unknown."""
+        """Returns (cores, bytes of memory) of a machine type; None if unknown."""
         found = _MACHINE.fullmatch(machine_type)
         if found is None or found["cores"] is None or found["series"] not in self.series:
             return None
@@ -81,12 +98,15 @@ class Known(BaseModel):
         return (cores, round(cores * known.gb * 10**9)) if known and cores in known.cores else None
 
     def memory_bytes(self, machine_type: str) -> int | None:
-        """Returns the bytes of memory of a machine; None if unknown."""
+        """Returns the bytes of memory of a machine type; None if unknown."""
         size = self.size_of(machine_type)
         return size[1] if size else None
 
     def machine_with(self, memory_bytes: int) -> str | None:
-        """Returns the smallest machine of the default series with at least this memory, or None."""
+        """Returns the smallest n2-highmem machine type with at least `memory_bytes` of memory.
+
+        None if none has as much.
+        """
         sizes = self.series["n2"].classes["highmem"].cores
         names = [f"n2-highmem-{cores}" for cores in sizes if cores >= 4]
         return next((one for one in names if (self.memory_bytes(one) or 0) >= memory_bytes), None)
@@ -94,6 +114,6 @@ class Known(BaseModel):
 
 @functools.cache
 def known() -> Known:
-    """Returns the packaged table."""
+    """Returns the table of the packaged `known.toml`."""
     text = resources.files("diloco.infra.provision").joinpath("known.toml").read_text("utf-8")
     return Known.model_validate(tomllib.loads(text))

@@ -1,4 +1,4 @@
-"""Checks that machine types and images of a fleet exist, and can run the releases. Pure."""
+"""Checks that a fleet's machine types exist, and that its images can run the releases. Pure."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from diloco.infra.provision.fleet import FleetFile, FleetFinding
 from diloco.infra.provision.known import Known
 
-# Names of machine types with shared cores, which have no number of cores.
+# Second parts of names of machine types that state no number of cores in a known form.
 _SHARED = frozenset({"micro", "small", "medium", "custom"})
 # Images of Google's public projects without TPU drivers.
 _PLAIN = re.compile(r"projects/(debian|ubuntu-os|rocky-linux|rhel|centos|fedora)-cloud/")
@@ -22,7 +22,10 @@ _UNFIT = {
 
 
 def check_machines(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
-    """Checks the machine types of machines without accelerators, and the images of all."""
+    """Yields a finding for each machine type or image of a fleet that is unfit or unknown.
+
+    Machine types are those of NATS servers, aggregators and learners without accelerators.
+    """
     named = [("nats.machine_type", fleet.nats.machine_type)]
     named += [(f"aggregators.{n}", one.machine_type or "") for n, one in fleet.aggregators.items()]
     named += [(f"learners.{n}", one.machine_type or "") for n, one in fleet.learners.items()]
@@ -34,7 +37,10 @@ def check_machines(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
 
 
 def _fault(machine: str, known: Known) -> tuple[str, bool]:
-    """Returns a machine type's fault ("": none), and False if Google may have changed it since."""
+    """Returns (what is wrong with a machine type, whether that is certain); ("", True): nothing.
+
+    It is not certain if `known` lacks the type, since Google may have added the type.
+    """
     name, _, rest = machine.partition("-")
     series = known.series.get(name)
     if series is None:
@@ -61,7 +67,7 @@ def _fault(machine: str, known: Known) -> tuple[str, bool]:
 
 
 def _images(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
-    """Checks that an image is for the kind of machine, which Google's image names contain."""
+    """Yields a finding for each image that, by its name, does not fit its kind of machine."""
     given = [(f"images.{kind}", kind, image) for kind, image in fleet.images if image]
     given += [(f"learners.{n}.image", one.kind, one.image) for n, one in fleet.learners.items()]
     for where, kind, image in given:

@@ -1,4 +1,4 @@
-"""Checks that the parts of a fleet fit each other and what Google Cloud offers. Pure."""
+"""Checks a fleet's networks, names, zones and accelerators against what Google Cloud has. Pure."""
 
 import ipaddress
 import itertools
@@ -17,7 +17,8 @@ from diloco.infra.provision.fleet import (
 )
 from diloco.infra.provision.known import Accelerator, Known
 
-# The most accounts of learners, each with three bindings of the bucket (docs/security.md).
+# The most service accounts of learners, each with three IAM bindings on the bucket
+# (docs/security.md).
 MOST_IDENTITIES = 30
 LIVENESS_PORT = 9463
 # Ports of JAX's coordinator and libtpu, which the firewall of modules/learner opens.
@@ -31,7 +32,7 @@ _SMALL = ("2x2x2", "2x2x4", "2x4x4")
 
 
 def check_places(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
-    """Checks networks, names, zones and accelerators."""
+    """Yields a finding for each fault in a fleet's networks, names, zones and accelerators."""
     yield from _subnets(fleet)
     yield from _regions(fleet, known)
     yield from _names(fleet)
@@ -44,7 +45,7 @@ def check_places(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
 
 
 def _placed(fleet: FleetFile) -> list[tuple[str, str]]:
-    """Returns the place in the file and the zone of each machine."""
+    """Returns (the key in the file, the zone) of each NATS server, aggregator and learner."""
     return [
         *((f"nats.zones: {zone}", zone) for zone in fleet.nats.zones),
         *((f"aggregators.{name}", one.zone) for name, one in fleet.aggregators.items()),
@@ -53,7 +54,7 @@ def _placed(fleet: FleetFile) -> list[tuple[str, str]]:
 
 
 def _regions(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
-    """Checks that Google has the zones and regions."""
+    """Yields a finding for each zone or region that Google does not have."""
     hint = f"(read on {known.as_of}); allow_unlisted = true if Google has it since"
     named = [*((f"subnets.{region}", region) for region in fleet.subnets)]
     if fleet.bucket() not in MULTI_REGIONS:
@@ -75,7 +76,10 @@ def _regions(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
 
 
 def _slices(fleet: FleetFile) -> Iterator[FleetFinding]:
-    """Checks the ports of machines, and that somebody repairs slices of several hosts."""
+    """Yields a finding for a `metrics_port` that is in use, and for slices without a keeper.
+
+    Google does not recreate slices of several hosts or flex-start machines; the keeper does.
+    """
     large = [name for name, one in fleet.learners.items() if hosts_of(one) > 1]
     if fleet.metrics_port == LIVENESS_PORT:
         yield FleetFinding(f"metrics_port {LIVENESS_PORT} is where machines answer health checks")
@@ -133,7 +137,11 @@ def _names(fleet: FleetFile) -> Iterator[FleetFinding]:
 
 
 def _sites(fleet: FleetFile) -> Iterator[FleetFinding]:
-    """Checks names: learners of a site begin with its name, so that its prefix is theirs alone."""
+    """Yields a finding for each learner whose name does not fit its site, and for too many sites.
+
+    Learners of one site share a service account, which may write objects below the prefix
+    `SITE-`. So their names begin with it, and no other learner's name does.
+    """
     sites = {one.site for one in fleet.learners.values() if one.site}
     for name, learner in fleet.learners.items():
         if learner.site and not name.startswith(f"{learner.site}-"):

@@ -1,6 +1,6 @@
-"""Reads a fleet's file; returns its faults, and the variables of Terraform.
+"""Checks a fleet's file, and returns findings, the variables of Terraform and costs.
 
-Also computes which machine an aggregator needs, and checks that meshes fit slices.
+Also chooses the machine types of aggregators, and checks that meshes fit slices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,11 +25,12 @@ _FILES = ("run_toml", "auth_folder")
 
 
 class Checked(NamedTuple):
-    """The result of checking a fleet.
+    """The result of checking a fleet's file.
 
     Attributes:
-        variables: the input of Terraform; None if a finding is refused.
-        costs: the costs of what Terraform then makes.
+        findings: all faults.
+        variables: the values for infra/terraform/variables.tf; None if a finding is refused.
+        costs: the costs of the resources that Terraform makes from `variables`; () without.
     """
 
     findings: list[FleetFinding]
@@ -43,10 +44,10 @@ class Checked(NamedTuple):
 
 
 def check(path: Path) -> Checked:
-    """Reads and checks the file of a fleet and all that it names.
+    """Reads and checks a fleet's file, and all files that it names.
 
     Raises:
-        ConfigError: the file itself is not one of a fleet.
+        ConfigError: `path` is not a valid fleet's file by itself.
     """
     fleet = read_fleet(path)
     table = known()
@@ -83,7 +84,10 @@ def check(path: Path) -> Checked:
 def _model(
     fleet: FleetFile, config: Config, table: Known
 ) -> tuple[Sequence[int], Sequence[FleetFinding]]:
-    """Returns the elements of each fragment (none if unknown), and the findings about the model."""
+    """Returns (the elements of each fragment, findings about the model).
+
+    The first is empty if the model is unknown or cannot be built.
+    """
     settings = config.settings()
     if config.task.build:
         task = model_or_fault(settings)
@@ -99,7 +103,13 @@ def _model(
 def _variables(
     fleet: FleetFile, given: dict[str, Any], found: dict[str, str | None]
 ) -> dict[str, Any]:
-    """Returns the values of infra/terraform/variables.tf."""
+    """Returns the values for infra/terraform/variables.tf, by name.
+
+    Args:
+        fleet: the fleet's file.
+        given: values that are not in the file, or are paths relative to it.
+        found: machine type of each aggregator, by name.
+    """
     document = fleet.model_dump(exclude={"parameters", "allow_unlisted"}, exclude_none=True)
     for name, machine in found.items():
         document["aggregators"][name]["machine_type"] = machine
@@ -107,18 +117,25 @@ def _variables(
 
 
 def memory_needed(settings: RunSettings, fragments: Sequence[int]) -> int:
-    """Returns the bytes that one aggregator needs to own every fragment if the others are lost."""
+    """Returns the bytes of memory that one aggregator needs to own all fragments.
+
+    It owns all if the other aggregators are lost. `fragments` has the elements of each.
+    """
     return sizes(settings, fragments).resident_bytes + REST_BYTES
 
 
 def machines(fleet: FleetFile, known: Known, needed_bytes: int) -> dict[str, str | None]:
-    """Returns each aggregator's machine type: the named one, else the smallest that fits."""
+    """Returns the machine type of each aggregator, by the aggregator's name.
+
+    It is the type that the file names, else the smallest known one with `needed_bytes` of memory;
+    None if no known one has as much.
+    """
     found = known.machine_with(needed_bytes)
     return {name: one.machine_type or found for name, one in fleet.aggregators.items()}
 
 
 def check_memory(fleet: FleetFile, known: Known, needed_bytes: int) -> Iterator[FleetFinding]:
-    """Checks that the model fits into each aggregator."""
+    """Yields a finding for each aggregator whose memory is unknown or less than `needed_bytes`."""
     needed = f"{needed_bytes / 1e9:.0f} GB for the run's model"
     fitting = known.machine_with(needed_bytes)
     hint = f"the smallest known here is {fitting}" if fitting else "none known here has as much"
@@ -139,7 +156,10 @@ def check_memory(fleet: FleetFile, known: Known, needed_bytes: int) -> Iterator[
 
 
 def check_meshes(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
-    """Checks that meshes fit their slices, and that each island names a learner of the fleet."""
+    """Yields a finding for each learner whose mesh does not fit its chips.
+
+    Also for each section [learner.islands.NAME] of the run whose learner the fleet does not have.
+    """
     for name, learner in fleet.learners.items():
         chips = chips_of(learner)
         if learner.kind not in ONE_DEVICE or not chips:

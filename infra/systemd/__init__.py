@@ -1,1 +1,1 @@
-"""Units of systemd; `diloco host units` writes them to a machine."""
+"""Unit files of systemd for the daemons; `diloco host units` installs them on a machine."""
