@@ -1,1 +1,1 @@
-"""Models to train: the built-in one, decoders, their data, loops of other frameworks."""
+"""Tasks for models: bytes, published decoders, other libraries' models; and their data."""

@@ -1,4 +1,4 @@
-"""The choice of a model's parameters to train, by patterns of their names."""
+"""Selects a model's parameters to train by patterns of their names, such as "*/router*"."""
 
 import fnmatch
 from collections.abc import Iterable, Sequence
@@ -12,20 +12,25 @@ Patterns = Sequence[Annotated[str, Field(min_length=1)]]
 
 
 class Chosen(NamedTuple):
-    """The parameters to train: their names fit a pattern of `trained`, and none of `frozen`."""
+    """The parameters to train, by patterns (`fnmatch`) of their names.
+
+    Attributes:
+        trained: a parameter is trained if its name fits one of these patterns,
+        frozen: unless its name fits one of these.
+    """
 
     trained: Patterns
     frozen: Patterns
 
     def __call__(self, name: str) -> bool:
-        """True if the parameter of this name is trained."""
+        """Returns True if the parameter with this name is trained."""
         return matched(name, self.trained) and not matched(name, self.frozen)
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuses patterns that do not fit the parameters' names.
+        """Checks the patterns against the names of all parameters.
 
         Raises:
-            TaskError: a pattern names no parameter, or no parameter is left to train.
+            TaskError: a pattern fits no parameter, or no parameter is left to train.
         """
         known = sorted(names)
         some = f"parameters are {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}"
@@ -37,5 +42,5 @@ class Chosen(NamedTuple):
 
 
 def matched(name: str, patterns: Patterns) -> bool:
-    """Returns True if one of the patterns fits the name."""
+    """Returns True if one of the patterns (`fnmatch`) fits the whole name."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,8 +1,9 @@
-"""Models of Keras and keras-hub on its JAX backend: `task.build = "diloco.models.keras:build"`.
+"""Trains models of Keras and keras-hub on JAX: `task.build = "diloco.models.keras:build"`.
 
-A model is made once, and called by `stateless_call` with the variables of the step. Variables that
-are not trained are state if a training call changes them, and frozen otherwise. The seeds of random
-numbers are integers that are derived from each step's key; learners neither keep nor send them.
+A model is made once; each step calls its `stateless_call` with the step's values of its variables.
+Variables that are not trained are state if a training call changes them, and frozen otherwise. The
+seeds of random numbers are integers derived from each step's key; learners do not store or send
+them.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,14 +29,19 @@ except ModuleNotFoundError as error:
 
 
 class _Call:
-    """The model with given values of its variables; a call stores changed values in `values`."""
+    """The model with given values of its variables, for one step.
+
+    Attributes:
+        values: value of each variable by path; a call stores the changed values here.
+        penalty: sum of the model's regularization losses in all calls, a scalar.
+    """
 
     def __init__(self, model: Any, values: Mapping[str, Any], training: bool) -> None:
         self._model, self.values, self._training = model, dict(values), training
         self.penalty: Any = 0.0
 
     def __call__(self, *inputs: Any, **told: Any) -> Any:
-        """Returns the model's outputs for inputs; adds its regularization losses to `penalty`."""
+        """Returns the model's outputs; arguments are those of the Keras model's own call."""
         trainable, others = self._model.trainable_variables, self._model.non_trainable_variables
         outputs, changed, losses = self._model.stateless_call(
             [self.values[one.path] for one in trainable],
@@ -50,14 +56,14 @@ class _Call:
 
 
 class Keras:
-    """A model of Keras as functions of its variables; a `Network`.
+    """A Keras model as functions of its variables; implements `Network`.
 
     Args:
-        opening: the options; its `make` returns the built model.
+        opening: the options; `opening.make()` returns a Keras model that is built.
 
     Raises:
         TaskError: `make` returns no built model, two of its variables have the same path, or a
-            pattern names no parameter.
+            pattern fits no parameter.
         ConfigError: Keras has another backend than JAX.
     """
 
@@ -87,17 +93,24 @@ class Keras:
         return found
 
     def init(self, key: jax.Array) -> Variables:  # noqa: ARG002 - as `Task.init`
-        """Returns the model's weights, as `make` has made them; as `Task.init`."""
+        """Returns the weights with which `make` made the model; ignores `key`."""
         state = {name: self._others[name] for name in self._means}
         return Variables(self._trained, self.load_frozen(), state or None)
 
     def load_frozen(self) -> Params:
-        """Returns the frozen weights, as `make` made them on this machine."""
+        """Returns the frozen weights as `make` made them on this machine, by path; None: none."""
         frozen = {name: leaf for name, leaf in self._others.items() if name not in self._means}
         return frozen or None
 
     def measure(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Evaluated:
-        """Returns loss, metrics and new state; without a key, as in evaluation: no penalties."""
+        """Returns a batch's loss, metrics and new state.
+
+        Args:
+            variables: the variables by path.
+            batch: the batch.
+            key: the step's typed key; None: evaluation, in which the loss has no regularization
+                losses.
+        """
         values = self._seeded(jax.random.key(0) if key is None else key)
         for part in variables:
             values |= part or {}
@@ -108,7 +121,10 @@ class Keras:
         return Evaluated(loss, found.metrics, state or None)
 
     def _seeded(self, key: jax.Array) -> dict[str, Any]:
-        """Returns the variables that are not weights; seeds are derived from the step's key."""
+        """Returns the values of variables that are not weights, such as seeds, by path.
+
+        Each seed is derived from the step's key and the seed's place in the order of paths.
+        """
         return {
             name: jax.random.bits(jax.random.fold_in(key, place), value.shape, value.dtype)
             if jnp.issubdtype(value.dtype, jnp.unsignedinteger)
@@ -117,13 +133,21 @@ class Keras:
         }
 
     def is_mean(self, name: str) -> bool:
-        """True if a leaf of the state is floating, as batch statistics are; learners average it."""
+        """Returns True if a leaf of the state is floating, as batch statistics are.
+
+        The fleet averages such leaves; the others stay each learner's own.
+
+        Args:
+            name: the leaf's name: "state/" and the variable's path.
+        """
         value = self._others[name.removeprefix("state/")]
         return bool(jnp.issubdtype(value.dtype, jnp.floating))
 
 
 def _made(make: Callable[[], Any], seed: int) -> Any:
-    """Makes the model in host memory, as a learner's devices hold the run's variables alone.
+    """Returns the model that `make` makes, with its weights in host memory.
+
+    The learner's devices have the run's variables alone. `seed` is that of Keras's random weights.
 
     Raises:
         TaskError: `make` returns no built model, or two of its variables have the same path.
@@ -134,7 +158,7 @@ def _made(make: Callable[[], Any], seed: int) -> Any:
             f"Keras computes by {backend} in this process, and was imported before the task was",
             hint="set KERAS_BACKEND=jax, or import diloco.models.keras before keras",
         )
-    # Keras numbers its layers within a process: each model begins anew, or names would differ.
+    # Keras numbers layers across the process: the session is cleared, so that names are the same.
     keras.utils.clear_session()
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         keras.utils.set_random_seed(seed)
@@ -154,22 +178,27 @@ def _made(make: Callable[[], Any], seed: int) -> Any:
 
 
 def logits(model: Any, tokens_BxL: jax.Array) -> jax.Array:
-    """Returns next-token logits [B, L, V] of a causal language model of keras-hub."""
+    """Returns next-token logits [B, L, V] of a causal language model of keras-hub.
+
+    Args:
+        model: the model; it takes `token_ids` and `padding_mask`.
+        tokens_BxL: token ids, int.
+    """
     given = {"token_ids": tokens_BxL, "padding_mask": jnp.ones_like(tokens_BxL)}
     logits_BxLxV: jax.Array = model(given)
     return logits_BxLxV
 
 
 def load_model(run: str | Path, make: Callable[[], Any]) -> Any:
-    """Returns a model of Keras with the newest global weights of a run of this task.
+    """Returns a Keras model with the newest global weights of a run of this task.
 
     Args:
-        run: as in `diloco.load`.
+        run: the run's TOML file, the folder of a local run, a run's name, or a bundle.
         make: the function that the task's option `module` names.
 
     Raises:
         RunMismatchError: the model lacks a weight of the run, or has it in another shape.
-        DilocoError: as `diloco.load`.
+        DilocoError: there is no such run, bus or store is unreachable, or an object is damaged.
     """
     model = _made(make, 0)
     weights = {one.path: one for one in model.weights}

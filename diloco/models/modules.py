@@ -1,6 +1,6 @@
-"""Tasks around models of other libraries: options, data, loss and optimizer.
+"""Makes tasks of models of other libraries: options, data, loss and optimizer.
 
-A `Network` wraps a library's model as functions; the modules `nnx` and `keras` define one each.
+A `Network` wraps a library's model as functions; `nnx.Nnx` and `keras.Keras` are the two kinds.
 
 Shapes: B rows of a batch, L tokens of a row, V vocabulary.
 """
@@ -37,7 +37,7 @@ from diloco.models.decoders.task import learned_of, tokens_of
 from diloco.models.decoders.tokens import Data, TokenFolders
 from diloco.run.model.load import load
 
-# "package.module:function", as a task is named.
+# "package.module:function", the form of the setting `task.build` too.
 Named = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 # (model, batch) -> loss, or (loss, further scalars by name).
 Loss = Callable[[Any, Batch], Any]
@@ -48,20 +48,40 @@ class Network(Protocol):
     """A model of another library, as functions of its variables."""
 
     def init(self, key: jax.Array) -> Variables:
-        """Returns the first variables, by their paths in the model; as `Task.init`."""
+        """Returns the first variables, by path in the model; `key` is a typed PRNG key."""
 
     def load_frozen(self) -> Params:
-        """Returns the frozen leaves, as the user's function makes them on this machine."""
+        """Returns the frozen leaves, as the user's function makes them on this machine.
+
+        None if nothing is frozen.
+        """
 
     def measure(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Evaluated:
-        """Returns loss, metrics and new state of a batch; without a key, as in evaluation."""
+        """Returns a batch's loss, metrics and new state.
+
+        Args:
+            variables: the variables, as `init` returns them.
+            batch: the batch.
+            key: the step's typed PRNG key; None: the model is evaluated, not trained.
+        """
 
     def is_mean(self, name: str) -> bool:
-        """True if a leaf of the state is batch statistics, which learners average."""
+        """Returns True if a leaf of the state is batch statistics, which the fleet averages.
+
+        Args:
+            name: the leaf's name: "state/" and the variable's path.
+        """
 
 
 class _Columns:
-    """A sequence of examples: example i has row i of each array of a tree; equal lengths."""
+    """A sequence of examples, of which example i is row i of each array of a tree.
+
+    Args:
+        arrays: the tree; all arrays have equally many rows.
+
+    Raises:
+        TaskError: arrays have different numbers of rows.
+    """
 
     def __init__(self, arrays: Any) -> None:
         self._arrays = arrays
@@ -81,7 +101,13 @@ class _Columns:
 
 
 class _Sides(NamedTuple):
-    """Training examples (a grain dataset), held-out batches, and the token that ends a document."""
+    """A task's training data and held-out data.
+
+    Attributes:
+        train: a `grain.MapDataset` of training examples.
+        held_out: batches of held-out examples.
+        end: the token that ends a document; None if there is none, or data is not text.
+    """
 
     train: Any
     held_out: list[Batch]
@@ -89,10 +115,15 @@ class _Sides(NamedTuple):
 
 
 def _examples(name: str, batch: int, eval_batches: int) -> _Sides:
-    """Returns the examples of the user's function `name`, without an end token.
+    """Returns the examples that the user's function gives; `end` is None.
+
+    Args:
+        name: the function, as "package.module:function".
+        batch: examples in a batch.
+        eval_batches: held-out batches, at most.
 
     Raises:
-        TaskError: the function returns something else, or holds out less than a batch.
+        TaskError: the function does not return a pair, or holds out less than a batch.
     """
     import grain
 
@@ -117,7 +148,21 @@ def _examples(name: str, batch: int, eval_batches: int) -> _Sides:
 
 
 def _folders(data: Data, vocab: int | None, length: int, seed: int, rows: int) -> _Sides:
-    """Returns the examples of folders of tokens: int[L + 1]; ~t is a token t without a loss."""
+    """Returns the examples of folders of tokens, int[L + 1] each.
+
+    A number ~t, below 0, is a token t that is not trained on.
+
+    Args:
+        data: a folder, or folders with their weights.
+        vocab: size of the vocabulary.
+        length: L.
+        seed: seed of the order of training examples.
+        rows: held-out rows, one a batch.
+
+    Raises:
+        TaskError: `vocab` is None.
+        DataError: a folder is missing or damaged.
+    """
     if vocab is None:
         raise TaskError(
             "folders of tokens need the option vocab",
@@ -133,9 +178,9 @@ class Opening(NamedTuple):
     Attributes:
         make: the user's function that makes the model.
         seed: seed of the model's first weights.
-        chosen: the parameters that are trained.
-        loss: (model, batch) -> mean loss; or (loss, further scalars by name).
-        batch: a held-out batch, for its shapes.
+        chosen: selects the parameters that are trained.
+        loss: (model, batch) -> mean loss of the batch; or (loss, further scalars by name).
+        batch: a held-out batch, of which only shapes and dtypes are used.
     """
 
     make: Callable[..., Any]
@@ -145,14 +190,21 @@ class Opening(NamedTuple):
     batch: Batch
 
     def measured(self, model: Any, batch: Batch) -> Evaluated:
-        """Returns a batch's loss, and the further scalars, which are {} if `loss` returns none."""
+        """Returns a batch's loss and further scalars ({} if `loss` returns none); no state."""
         told = self.loss(model, batch)
         value, metrics = told if isinstance(told, tuple) else (told, {})
         return Evaluated(value, metrics)
 
 
 def _next_token(logits: Logits, end: int | None) -> Loss:
-    """Returns a loss: mean cross entropy, in nats, of the tokens that are trained on."""
+    """Returns a `Loss` on windows int [B, L + 1]: mean cross entropy, in nats.
+
+    The mean is over tokens that are trained on.
+
+    Args:
+        logits: (model, tokens [B, L]) -> next-token logits [B, L, V].
+        end: the token that ends a document, from which nothing is predicted; None: there is none.
+    """
 
     def loss(model: Any, windows_BxL1: jax.Array) -> jax.Array:
         tokens_BxL1, learned_BxL = tokens_of(windows_BxL1), learned_of(windows_BxL1, end)
@@ -166,7 +218,7 @@ def _next_token(logits: Logits, end: int | None) -> Loss:
 
 
 def _trained_on(network: Network) -> Callable[..., Any]:
-    """Returns the network's training loss, in the form of `Task.loss`."""
+    """Returns the network's training loss as a function that `Task.loss` takes."""
 
     def loss(variables: Variables, batch: Batch, key: jax.Array) -> Any:
         found = network.measure(variables, batch, key)
@@ -176,7 +228,7 @@ def _trained_on(network: Network) -> Callable[..., Any]:
 
 
 def _evaluate(network: Network, held_out: Sequence[Batch]) -> Callable[[Variables], Any]:
-    """Returns a `Task.evaluate`: means over the held-out batches."""
+    """Returns a function that `Task.evaluate` takes: variables -> means over held-out batches."""
 
     @jax.jit
     def measured(variables: Variables, batch: Batch) -> Mapping[str, Any]:
@@ -191,7 +243,12 @@ def _evaluate(network: Network, held_out: Sequence[Batch]) -> Callable[[Variable
 
 
 def _hint(network: Network, averaged: Patterns) -> Hint:
-    """Returns a `Task.hint`; `averaged` are patterns of parameters merged by plain mean."""
+    """Returns a function that `Task.hint` takes: how the aggregator merges each tensor.
+
+    Args:
+        network: says which leaves of the state are averaged.
+        averaged: patterns of the parameters that are merged by their plain mean, not by RDA.
+    """
 
     def hint(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - a `Hint`
         if name.startswith("state/"):
@@ -205,8 +262,9 @@ class _OptimizerChoice(NamedTuple):
     """The optimizer of a task.
 
     Attributes:
-        optimizer: "module:function" that builds it; None for AdamW with warm-up and cosine decay.
-        steps: the run's length in inner steps.
+        optimizer: "module:function", which builds the optimizer for a number of steps; None: AdamW
+            with warm-up and cosine decay.
+        steps: the run's length in global steps.
         peak: AdamW's greatest learning rate.
     """
 
@@ -223,7 +281,16 @@ def _around(
     units: int,
     choice: _OptimizerChoice,
 ) -> Task:
-    """Returns the task of a network and its data; a batch counts as `units` tokens."""
+    """Returns the task of a network and its data.
+
+    Args:
+        network: the model.
+        sides: training data and held-out data.
+        read: reads batches of the training data.
+        averaged: patterns of the parameters that are merged by their plain mean.
+        units: the tokens, or examples, that a batch counts as.
+        choice: the optimizer.
+    """
     hint = _hint(network, averaged)
     return Task(
         init=network.init,
@@ -245,12 +312,12 @@ def newest(run: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     """Returns the newest global variables of a run of `nnx` or `keras`, by path in the model.
 
     Args:
-        run: as in `diloco.load`.
-        shapes: shapes of the model's variables, by their paths.
+        run: the run's TOML file, the folder of a local run, a run's name, or a bundle.
+        shapes: shapes of the model's variables, by path.
 
     Raises:
         RunMismatchError: the model lacks a variable of the run, or has it in another shape.
-        DilocoError: as `diloco.load`.
+        DilocoError: there is no such run, bus or store is unreachable, or an object is damaged.
     """
     found = {name.partition("/")[2]: values for name, values in load(run).items()}
     other = [name for name, values in found.items() if shapes.get(name) != values.shape]
@@ -263,11 +330,11 @@ def newest(run: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
 
 
 def task_of(library: str, opened: Callable[[Opening], Network], logits: Logits) -> Any:
-    """Returns the function `build` of a library's tasks.
+    """Returns the function `build` of a library's tasks, for `task.build`.
 
     Args:
         library: the library's name in errors.
-        opened: makes the network.
+        opened: makes the library's network from the options.
         logits: (model, tokens [B, L]) -> next-token logits [B, L, V].
     """
 

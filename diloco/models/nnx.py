@@ -1,8 +1,8 @@
-"""Modules of flax.nnx as they are: `task.build = "diloco.models.nnx:build"`.
+"""Trains unchanged modules of flax.nnx: `task.build = "diloco.models.nnx:build"`.
 
-A module is split into a static graph and variables: `Param`s are trained or frozen; all others
-except random streams are state. The streams are derived from each step's key, so that a learner
-that resumes after a kill draws the same dropout masks.
+A module is split into a static graph and variables. `Param`s are trained or frozen; all other
+variables except random streams (`nnx.RngState`) are state. Random streams are derived from each
+step's key, so that a learner that resumes after a kill draws the same dropout masks.
 """
 
 from collections.abc import Callable
@@ -26,13 +26,13 @@ except ModuleNotFoundError as error:
 
 
 class Nnx:
-    """A module of flax.nnx as functions of its variables; a `Network`.
+    """A module of flax.nnx as functions of its variables; implements `Network`.
 
     Args:
-        opening: the options; its `make` takes `nnx.Rngs` and returns the module.
+        opening: the options; `opening.make` takes `nnx.Rngs` and returns the module.
 
     Raises:
-        TaskError: `make` returns no module, or a pattern names no parameter.
+        TaskError: `make` returns no module, or a pattern fits no parameter.
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -52,7 +52,7 @@ class Nnx:
         return module
 
     def _split(self, module: Any) -> tuple[Any, ...]:
-        """Returns the graph, trained parameters, frozen parameters, state and random streams."""
+        """Splits a module into (graph, trained parameters, frozen parameters, state, streams)."""
         nnx.pop(module, nnx.Intermediate)
 
         def is_trained(path: tuple[Any, ...], value: Any) -> bool:
@@ -63,16 +63,25 @@ class Nnx:
         return graph, trained, frozen, state, streams
 
     def init(self, key: jax.Array) -> Variables:
-        """Returns the variables of a module that `make` makes from `key`; as `Task.init`."""
+        """Returns the variables of a module that `make` makes from `key`, as nested dictionaries.
+
+        A part without variables is None.
+        """
         _, *parts, _ = self._split(self._made(key))
         return Variables(*(nnx.to_pure_dict(part) or None for part in parts))
 
     def load_frozen(self) -> Params:
-        """Returns the frozen parameters, as `make` makes them on this machine."""
+        """Returns the frozen parameters as `make` makes them on this machine; None: none."""
         return self.init(jax.random.key(self._opening.seed)).frozen
 
     def measure(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Evaluated:
-        """Returns loss, metrics and new state; without a key, in the module's evaluation mode."""
+        """Returns a batch's loss, metrics and new state.
+
+        Args:
+            variables: the variables, as `init` returns them.
+            batch: the batch.
+            key: the step's typed key; None: the module is in evaluation mode (`module.eval`).
+        """
         streams = self._streams_of(jax.random.key(0) if key is None else key)
         parts = (nnx.State(part or {}) for part in variables)
         module = nnx.merge(self._graph, *parts, streams)
@@ -82,7 +91,7 @@ class Nnx:
         return found._replace(state=nnx.to_pure_dict(state) or None)
 
     def _streams_of(self, key: jax.Array) -> Any:
-        """Returns each random stream restarted, its key derived from the step's key and index."""
+        """Returns all random streams at count 0, each with a key derived from the step's key."""
         leaves, structure = jax.tree.flatten(self._streams)
         drawn = [
             jax.random.split(jax.random.fold_in(key, place), leaf.shape)
@@ -93,7 +102,11 @@ class Nnx:
         return jax.tree.unflatten(structure, drawn)
 
     def is_mean(self, name: str) -> bool:
-        """True if a leaf of the state is a `BatchStat`, which learners average."""
+        """Returns True if a leaf of the state is a `BatchStat`, which the fleet averages.
+
+        Args:
+            name: the leaf's name: "state/" and the variable's path.
+        """
         return _type(self._state[name.removeprefix("state/")]) is nnx.BatchStat
 
 
@@ -120,12 +133,12 @@ def load_model(run: str | Path, make: Callable[..., Any]) -> Any:
     """Returns a module of flax.nnx with the newest global variables of a run of this task.
 
     Args:
-        run: as in `diloco.load`.
+        run: the run's TOML file, the folder of a local run, a run's name, or a bundle.
         make: the function that the task's option `module` names.
 
     Raises:
         RunMismatchError: the module lacks a variable of the run, or has it in another shape.
-        DilocoError: as `diloco.load`.
+        DilocoError: there is no such run, bus or store is unreachable, or an object is damaged.
     """
     module = make(nnx.Rngs(0))
     state = nnx.state(module)

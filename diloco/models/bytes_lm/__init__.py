@@ -1,4 +1,4 @@
-"""The built-in task: a small transformer on the bytes of a text."""
+"""The built-in task: trains a small transformer on the bytes of a text."""
 
 from diloco.models.bytes_lm.model import build
 

@@ -1,8 +1,8 @@
-"""Byte-level text, split into training and held-out bytes, and the batches of each learner.
+"""Reads text as bytes, splits it into training and held-out bytes, and draws learners' batches.
 
 Rules:
-  1. A file is on one side only, decided by a hash of its relative path: adding or removing other
-     files does not change that.
+  1. A file is either training text or held out, decided by a hash of its relative path: adding or
+     removing other files does not change that.
   2. A batch is a pure function of (seed, learner, position), so a learner that resumes at a
      position reads exactly the batches that it would have read, without replaying earlier ones.
 
@@ -45,10 +45,13 @@ class Corpus:
 
     @classmethod
     def of_files(cls, files: dict[str, bytes]) -> Self:
-        """Splits `files` (relative path -> contents, at least one) into the two sides.
+        """Splits files into training text and held-out text.
 
-        About a tenth of the files is held out, and never none or all of them. A lone file cannot
-        be on both sides, so its last tenth of bytes is held out.
+        About a tenth of the files is held out, and never none or all of them. Of a single file the
+        last tenth of its bytes is held out.
+
+        Args:
+            files: contents by relative path; at least one file.
         """
         if len(files) == 1:
             (contents,) = files.values()
@@ -62,21 +65,23 @@ class Corpus:
 
 
 def held_out_names(names: "dict[str, bytes] | list[str]") -> set[str]:
-    """Returns the held-out ones of two or more relative paths, by hash: at least one, never all."""
+    """Returns those of two or more relative paths that are held out: at least one, never all."""
     by_hash = sorted(names, key=lambda name: (_stable_hash(name) % HELD_OUT_ONE_IN, name))
     chosen = {name for name in by_hash if _stable_hash(name) % HELD_OUT_ONE_IN == 0}
     return (chosen or {by_hash[0]}) - ({by_hash[-1]} if len(chosen) == len(by_hash) else set())
 
 
 def load_corpus(where: str, held_out: str | None = None) -> Corpus:
-    """Reads the corpus `where`: "stdlib", or the path of a folder of text.
+    """Reads a corpus.
 
-    With `held_out`, the path of another folder, all of `where` is training text, and all of
-    `held_out` is held out.
+    A folder is read recursively, as bytes and whole; hidden files and folders are skipped.
 
-    "stdlib" is Python's own standard library (*.py in path order, without installed packages, the
-    first 24 MB), so a demonstration needs no download. A folder is read recursively and as
-    bytes, whole; hidden files and folders are skipped.
+    Args:
+        where: the path of a folder of text; or "stdlib": the source of Python's standard library
+            (*.py in path order, without installed packages, the first 24 MB), so that a
+            demonstration needs no download.
+        held_out: the path of another folder, all of which is held out; all of `where` is then
+            training text. None: about a tenth of the files of `where` is held out.
 
     Raises:
         TaskError: the folder is missing, is not a folder, cannot be read or holds no text.
@@ -100,9 +105,17 @@ def batches(
 ) -> Iterator[Windows]:
     """Yields endless training batches of one learner, batch number `position` first.
 
+    Args:
+        corpus: the text.
+        seed: seed of the run's batches.
+        learner: the learner's name.
+        position: number of the first batch.
+        batch: windows in a batch, B.
+        length: bytes predicted in each window, L.
+        rows: the rows of each batch to yield; their values do not depend on this choice.
+
     Yields:
-        int32[B, L + 1]: windows at uniformly random places of the training bytes. With `rows`, only
-        those rows of the batch, with the same values.
+        int32[rows, L + 1]: windows that begin at uniformly random offsets of the training bytes.
     """
     while True:
         rng = np.random.default_rng([seed, _stable_hash(learner), position])
@@ -112,16 +125,19 @@ def batches(
 
 
 def eval_windows(corpus: Corpus, *, count: int, batch: int, length: int) -> list[Windows]:
-    """Returns `count` batches int32[B, L + 1], evenly spread over held-out bytes; deterministic."""
+    """Returns `count` batches int32[B, L + 1] of windows evenly spread over the held-out bytes.
+
+    They are the same each time.
+    """
     starts = np.linspace(0, len(corpus.held_out) - length - 1, count * batch).astype(np.int64)
     return [_windows(corpus.held_out, starts_B, length) for starts_B in np.split(starts, count)]
 
 
 def require_length(corpus: Corpus, length: int) -> None:
-    """Refuses a corpus with a side shorter than one window of `length` + 1 bytes.
+    """Checks that training text and held-out text have a window of `length` + 1 bytes each.
 
     Raises:
-        TaskError: a side is too short.
+        TaskError: one of the two is too short.
     """
     for side, held in (("training", corpus.train), ("held-out", corpus.held_out)):
         if len(held) <= length:

@@ -39,7 +39,7 @@ from diloco.learner.tensors.utilization import flops_per_token
 from diloco.models.bytes_lm import corpus as data
 
 BYTES = 256
-# The prompt of a sample for which none is given.
+# The prompt of a sample if the given prompt is empty.
 START = b"\n"
 ROTARY_BASE = 10_000
 NORM_EPS = 1e-6
@@ -50,7 +50,9 @@ MUON_RATE = 2.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A model size and its peak learning rate; its name is the number of non-embedding parameters.
+    """A model size and its peak learning rate, by name in `PRESETS`.
+
+    The name is the number of parameters without embeddings.
 
     Attributes:
         layers: N.
@@ -90,7 +92,6 @@ LOGICAL_AXES = {
     "layers/mlp/down": ("layers", "mlp", "width"),
     "head": ("width", "vocab"),
 }
-# The axis of a learner's mesh that cuts each kind of axis; other kinds stay whole.
 
 Mlp = Literal["swiglu", "gelu"]
 
@@ -130,7 +131,7 @@ class ModelConfig:
         return 4 * self.width if self.mlp == "gelu" else math.ceil(self.width / 24) * 64
 
     def flops_per_token(self, length: int) -> float:
-        """Returns FLOPs per token in rows of `length` tokens; as `Task.flops_per_token`."""
+        """Returns floating-point operations to train on one token, in rows of `length` tokens."""
         mlp = (2 if self.mlp == "gelu" else 3) * self.mlp_width
         layer = self.width * (4 * self.width + mlp)
         multiplied = self.layers * layer + self.vocab * self.width
@@ -199,7 +200,7 @@ class Decoder:
         return logits_TxV.reshape(*tokens_BxL.shape, c.vocab)
 
     def _attention(self, p: Params, x_TxD: jax.Array, angles_LxK2: jax.Array) -> jax.Array:
-        """Causal multi-head attention of the normed input, [T, D] -> [T, D]."""
+        """Returns causal multi-head attention of the input, which is normed first, [T, D]."""
         c = self.config
         qkv_Tx3D = rms_norm(x_TxD, p["norm"]) @ p["qkv"].astype(c.dtype)
         # Heads are the outer axis, so that a mesh that cuts the columns cuts between heads.
@@ -213,7 +214,7 @@ class Decoder:
         return found_TxD
 
     def _mlp(self, p: Params, x_TxD: jax.Array) -> jax.Array:
-        """The feed-forward half of a block on the normed input, [T, D] -> [T, D]."""
+        """Returns the output of a block's MLP for the input, which is normed first, [T, D]."""
         c = self.config
         x_TxD = rms_norm(x_TxD, p["norm"])
         h_TxF = x_TxD @ p["up"].astype(c.dtype)
@@ -239,7 +240,7 @@ def rotary(length: int, head_width: int) -> jax.Array:
 
 
 def rotate(x_BxHxLxK: jax.Array, angles_LxK2: jax.Array) -> jax.Array:
-    """Rotates each pair (x[i], x[i + K/2]) of every head by its position's angle."""
+    """Returns `x`, with each pair (x[i], x[i + K/2]) of a head rotated by its position's angle."""
     cos_LxK2 = jnp.cos(angles_LxK2).astype(x_BxHxLxK.dtype)
     sin_LxK2 = jnp.sin(angles_LxK2).astype(x_BxHxLxK.dtype)
     a, b = jnp.split(x_BxHxLxK, 2, axis=-1)
@@ -264,7 +265,7 @@ def task_loss(
     windows_BxL1: Batch,
     key: jax.Array,  # noqa: ARG001 - the Task's contract
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the loss in the form of `Task.loss`; ignores the key, and has no further scalars."""
+    """Returns (mean loss in nats per token, {}), as `Task.loss` does; ignores `key`."""
     return next_token_loss(model, params, windows_BxL1), {}
 
 
@@ -278,7 +279,15 @@ def next_token_loss(model: Decoder, params: Params, windows_BxL1: Batch) -> jax.
 
 
 def matrices(name: str, shape: tuple[int, ...], *, heads: int) -> Matrices | None:
-    """Returns how Muon orthogonalizes a tensor, with q, k and v apart; None: it does not."""
+    """Returns how Muon divides a tensor into matrices; None: Adam updates the tensor.
+
+    Each layer is a matrix of its own, and in the tensor qkv also q, k and v of each head.
+
+    Args:
+        name: the tensor's name.
+        shape: the tensor's shape.
+        heads: H.
+    """
     if name == "layers/attn/qkv":
         layers, width, columns = shape
         split = (layers, width, heads, 3, columns // heads // 3)
@@ -288,7 +297,10 @@ def matrices(name: str, shape: tuple[int, ...], *, heads: int) -> Matrices | Non
 
 
 def partition(name: str, shape: tuple[int, ...]) -> PartitionSpec:  # noqa: ARG001 - the contract
-    """Returns a tensor's partition over a learner's mesh, by the kinds of its axes."""
+    """Returns a tensor's partition over a learner's mesh, by the kinds of its axes.
+
+    Tensors that are not in `LOGICAL_AXES` stay whole.
+    """
     return by_kind_of_axis(LOGICAL_AXES.get(name, ()))
 
 
@@ -336,11 +348,16 @@ Sample = Callable[[Params, str, jax.Array, float], Iterator[str]]
 
 
 def make_sampler(model: Decoder, length: int) -> Sample:
-    """Returns a task's `sample` for a model of bytes.
+    """Returns a function that `Task.sample` takes: it continues a prompt, endlessly.
 
     Args:
-        model: int32 [1, L] -> logits [1, L, V].
-        length: L, the length in bytes that the model was trained on: it sees the last L bytes.
+        model: the model of bytes.
+        length: L, the length in bytes that the model was trained on; it predicts each byte from the
+            last L bytes.
+
+    Returns:
+        (parameters, prompt, typed key, temperature) -> pieces of text; at temperature 0 each byte
+        is the most probable one.
     """
 
     @jax.jit

@@ -1,9 +1,10 @@
-"""Renders chats as text by a tokenizer's chat template, and finds the assistant's parts.
+"""Renders chats as text by a tokenizer's chat template, and finds the assistant's answers in it.
 
 Rules:
-  1. If a template marks what the assistant generates (`{% generation %}`), these marks count. For
-     another template, an answer is the text that follows the prompt when the template renders that
-     message too. So the text up to each message must be a prefix of the whole chat's text.
+  1. If a template marks what the assistant generates (`{% generation %}`), the marked text is an
+     answer. Without such marks, the template renders the chat up to each of the assistant's
+     messages, without and with that message; the answer is the difference. So the text of the chat
+     up to each message must be a prefix of the whole chat's text.
   2. Messages that a template would drop or garble silently are refused: unknown roles, messages
      without content, text that spells a special token.
 """
@@ -25,12 +26,12 @@ ASSISTANT = "assistant"
 # The roles of instructions to the model, which come first.
 _FIRST_ROLES = ("system", "developer")
 ROLES = (*_FIRST_ROLES, "user", ASSISTANT, "tool", "function", "ipython")
-# A mark at the beginning and the end of an answer; no message contains it.
+# The character that marks the beginning and the end of an answer; no message contains it.
 _MARK = "\0"
 
 
 class ChatError(ValueError):
-    """Reports a chat that cannot be rendered; the reader of the file adds file and line.
+    """Raised for a chat that cannot be rendered; the reader of the file adds file and line.
 
     Attributes:
         hint: advice on what to do.
@@ -47,7 +48,8 @@ class Chat:
 
     Attributes:
         text: the text of the whole chat.
-        answers: ranges [first, last) of characters that the assistant says.
+        answers: the assistant's answers, as ranges (first, end) of characters of `text`; `end` is
+            excluded.
     """
 
     text: str
@@ -62,8 +64,8 @@ class ChatTemplate:
 
     Args:
         source: the template's text.
-        place: name of its file, for errors.
-        words: variables that it may use, such as `bos_token`.
+        place: name of the template's file, for errors.
+        words: values of variables that the template may use, such as `bos_token`.
         special: texts of the tokenizer's special tokens, which no message may contain.
 
     Raises:
@@ -93,11 +95,12 @@ class ChatTemplate:
         """Renders a chat.
 
         Args:
-            messages: mappings with `role` and `content`, or `tool_calls`.
-            tools: tools that the assistant may call, in the form that the template takes.
+            messages: a list of mappings with `role`, and `content` or `tool_calls`.
+            tools: tools that the assistant may call, in the form that the template takes; None:
+                none.
 
         Raises:
-            ChatError: a message is invalid, the template fails, or the assistant says nothing.
+            ChatError: a message is invalid, the template fails, or there is no answer.
         """
         checked = [self._checked(i, message) for i, message in enumerate(_listed(messages), 1)]
         text = self._rendered(checked, tools)
@@ -143,7 +146,11 @@ class ChatTemplate:
             ) from error
 
     def _checked(self, number: int, message: Any) -> dict[str, Any]:
-        """Returns a message without its None values, once its role and content are checked."""
+        """Checks a message, number `number` from 1 on; returns it without its None values.
+
+        Raises:
+            ChatError: role or content is invalid.
+        """
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             has = ", ".join(map(str, message)) if isinstance(message, Mapping) else repr(message)
             raise ChatError(
@@ -172,7 +179,7 @@ class ChatTemplate:
 
 
 def read_template(given: Path | None, folder: Path) -> tuple[str, str]:
-    """Returns the text of the template to use, and the name of its file.
+    """Returns (text of the chat template to use, name of its file for errors).
 
     Args:
         given: the file of `--template`; None: the template in `folder`.
@@ -246,7 +253,10 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _unmarked(text: str) -> tuple[tuple[tuple[int, int], ...], str]:
-    """Returns the ranges of a text's marked parts without the marks, and the text without them."""
+    """Removes the marks from a text; returns (ranges of the marked parts, text without marks).
+
+    The ranges are of characters of the text without marks.
+    """
     parts = text.split(_MARK)
     ends = [0]
     for part in parts:
@@ -255,7 +265,11 @@ def _unmarked(text: str) -> tuple[tuple[tuple[int, int], ...], str]:
 
 
 def _environment() -> "ImmutableSandboxedEnvironment":
-    """Returns Jinja's environment with the names that templates expect, except for the clock."""
+    """Returns Jinja's sandbox with the functions that chat templates expect, except the clock.
+
+    Raises:
+        ConfigError: jinja2 is not installed.
+    """
     try:
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension

@@ -1,4 +1,4 @@
-"""`diloco data`."""
+"""The command line of `diloco data`."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,10 +1,11 @@
-"""Reads documents from a file one by one: only a few are in memory.
+"""Reads documents from a file one by one, so that only a few are in memory.
 
 Rules:
-  1. Content that is not text, and a line or row without a document, are refused with their place.
-     Only empty documents are skipped, and these are counted.
-  2. Columns are read by `datasets`. Lines are read here, since in JSON lines that library silently
-     turns numbers into texts and ignores missing fields, and names neither file nor line (ADR 72).
+  1. Content that is not text, or a line or row without a document, is an error that names its
+     place. An empty document is not an error; `prepare` counts and skips it.
+  2. Columns of tables are read by the library `datasets`. JSON lines are read here, since that
+     library silently turns numbers into texts and ignores missing fields, and its errors name
+     neither file nor line (ADR 72).
 """
 
 import bz2
@@ -45,10 +46,10 @@ class Document(NamedTuple):
     """One document of a file.
 
     Attributes:
-        content: text, chat or tokens; its length is 0 for an empty document.
-        size_bytes: its size in the file, in bytes (for columns, in characters).
-        after: start of the next document in the file: offset in bytes, or number of a row, of a
-            token or of Megatron's document.
+        content: text, chat or tokens; of length 0 for an empty document.
+        size_bytes: the document's size in the file, in bytes (in a table: in characters).
+        after: start of the next document in the file: an offset in bytes; in tables the number of a
+            row; in token files `TokenDocument.after`.
     """
 
     content: Content
@@ -60,8 +61,8 @@ class Reading(NamedTuple):
     """The options by which documents are read from files.
 
     Attributes:
-        field: the field of JSON lines, or column, that has the document.
-        by_line: each line of a text file is a document; else the file is.
+        field: the field of JSON lines, or column of a table, that has the document.
+        by_line: True: each line of a text file is a document; False: the whole file is one.
         vocabulary: the tokenizer's vocabulary size.
         end: the token that ends each document in a file of tokens.
         template: renders the chats that the field has; None: the field has texts.
@@ -75,7 +76,12 @@ class Reading(NamedTuple):
 
 
 def read_documents(file: SourceFile, start: int, reading: Reading) -> Iterator[Document]:
-    """Yields the documents of a file; `start` is 0, or `Document.after` of the last one read.
+    """Yields the documents of a file.
+
+    Args:
+        file: the file.
+        start: 0, or `Document.after` of the last document that was read.
+        reading: the options.
 
     Raises:
         DataError: the file is damaged, or does not fit `reading`.
@@ -119,10 +125,11 @@ def _texts(file: SourceFile, start: int, *, by_line: bool) -> Iterator[Document]
 
 
 def check_file(file: SourceFile, reading: Reading) -> list[Content]:
-    """Refuses a file whose columns or first document do not fit `reading`.
+    """Checks that a file's columns and first document fit `reading`.
 
     Returns:
-        The first document, for kinds of files whose first document is read; else none.
+        A list of the first document, or an empty list for files of which only columns are checked
+        or nothing is.
 
     Raises:
         DataError: the file does not fit `reading`, or is damaged.
@@ -174,7 +181,7 @@ def _chat_or_text(file: SourceFile, row: int, value: Any, tools: Any, reading: R
 
 @contextmanager
 def _damage_told(file: SourceFile) -> Iterator[None]:
-    """Turns the library's errors about a damaged file into a DataError that names the file.
+    """Turns errors of pyarrow and `datasets` about a damaged file into one that names the file.
 
     Raises:
         DataError: the file is damaged.
@@ -185,7 +192,7 @@ def _damage_told(file: SourceFile) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, ValueError, LookupError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the machine, not of what is in the file
+            raise  # an error of the machine, not of the file's content
         raise DataError(
             f"{file.path!r} cannot be read as {file.kind.title()} data: {error}",
             hint="copy it again, or leave it out",
@@ -193,7 +200,10 @@ def _damage_told(file: SourceFile) -> Iterator[None]:
 
 
 def _table(file: SourceFile, wanted: list[str] | None = None) -> Any:
-    """Returns the rows of a file as a dataset that is read lazily."""
+    """Opens a table; returns a dataset of its rows, which are read lazily.
+
+    `wanted` has the names of the columns to read; None: all.
+    """
     keep_offline(cache=tempfile.gettempdir())
     import datasets
 
@@ -213,7 +223,7 @@ def _lines(file: SourceFile, start: int) -> Iterator[tuple[int, bytes]]:
     """Yields (offset in bytes, line) from the offset `start` on; offsets are of unpacked data."""
     at = start
     with _opened(file) as stream:
-        if file.compression:  # there may be no other way to get there
+        if file.compression:  # a compressed stream may not be able to seek
             _guarded(file, lambda: sum(map(len, _blocks(stream, start))))
         else:
             stream.seek(start)
@@ -249,10 +259,14 @@ def _content_of(file: SourceFile, at: int, line: bytes, reading: Reading) -> Con
 
 @contextmanager
 def _chat_placed(file: SourceFile, place: Callable[[], str]) -> Iterator[None]:
-    """Adds the place of a refused chat to its error.
+    """Turns a `ChatError` into a DataError that names the file and the place in it.
+
+    Args:
+        file: the file.
+        place: returns the place for people, such as "line 3"; called only after an error.
 
     Raises:
-        DataError: a chat is refused.
+        DataError: the block raised a `ChatError`.
     """
     try:
         yield
@@ -289,7 +303,16 @@ def _object_of(file: SourceFile, at: int, line: bytes, field: str) -> dict[str, 
 
 
 def _decoded(file: SourceFile, at: int, data: bytes) -> str:
-    """Returns the text of bytes that begin at byte `at` of the file."""
+    """Decodes UTF-8; drops a byte order mark at the file's beginning.
+
+    Args:
+        file: the file, for errors.
+        at: offset of `data` in the file, in bytes.
+        data: the bytes.
+
+    Raises:
+        DataError: the bytes are not text.
+    """
     try:
         text = data.decode()
         place = data.find(0)
@@ -325,7 +348,7 @@ def _opened(file: SourceFile) -> BinaryIO:
 
 
 def _guarded(file: SourceFile, read: Callable[[], T]) -> T:
-    """Returns what `read` returns; errors of a damaged compressed file become DataErrors."""
+    """Returns the result of `read()`; turns errors of a damaged compressed file into DataErrors."""
     try:
         return read()
     except (*_DAMAGED, OSError) as error:
@@ -345,7 +368,7 @@ def _too_long(file: SourceFile, what: str) -> DataError:
 
 
 def _line_number(file: SourceFile, at: int) -> int:
-    """Returns the number of the line at offset `at`, for errors: it reads the file up to there."""
+    """Returns the number, from 1 on, of the line at offset `at`; reads the file up to there."""
     with _opened(file) as stream:
         return 1 + sum(block.count(b"\n") for block in _blocks(stream, at))
 

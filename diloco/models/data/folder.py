@@ -50,11 +50,14 @@ def show(place: str, manifest: TokenManifest) -> None:
 
 
 def find_damage(place: str, hear: Hear) -> tuple[TokenManifest, list[str]]:
-    """Verifies each shard of a place; returns the manifest, and a sentence for each bad shard.
+    """Verifies size and sha256 of each shard of a place.
 
     Args:
         place: the folder or URL.
-        hear: is called with (bytes verified, bytes in all).
+        hear: called after each shard with (bytes verified, bytes in all), to show progress.
+
+    Returns:
+        (the manifest, a sentence for each shard that is missing, damaged or unreadable).
 
     Raises:
         DataError: there is no manifest, or it is invalid.
@@ -75,7 +78,12 @@ def find_damage(place: str, hear: Hear) -> tuple[TokenManifest, list[str]]:
 
 
 def copy(source: str, out: str, hear: Hear) -> TokenManifest:
-    """Copies prepared data, or resumes a copy; verifies what it copies. Returns the manifest.
+    """Copies prepared data, or resumes a copy; verifies each copied shard. Returns the manifest.
+
+    Args:
+        source: the folder or URL to copy from.
+        out: the folder or URL to copy to: a new one, or that of an interrupted copy.
+        hear: called after each shard with (bytes copied, bytes in all), to show progress.
 
     Raises:
         ConfigError: `out` has other data, or another process writes to it.
@@ -87,7 +95,7 @@ def copy(source: str, out: str, hear: Hear) -> TokenManifest:
     with alone_in(out):
         _check_free(out, json_bytes(manifest))
         store = writer(out)
-        # It names the data that an interrupted copy was to have.
+        # If the copy is interrupted, this plan says of which data it was.
         store.put(PLAN, json_bytes(manifest))
         there = {info.name: info.size_bytes for info in store.list("")}
         done = 0
@@ -103,7 +111,7 @@ def copy(source: str, out: str, hear: Hear) -> TokenManifest:
 
 
 def _verified(place: str, shard: TokenShard, read: Read) -> bytes:
-    """Returns a shard's bytes.
+    """Reads a shard and returns its bytes, once they are verified.
 
     Raises:
         DataError: the shard is missing, or its size or digest is not the manifest's.
@@ -124,10 +132,14 @@ def _verified(place: str, shard: TokenShard, read: Read) -> bytes:
 
 
 def _check_free(out: str, manifest: bytes) -> None:
-    """Refuses a place that has anything but this manifest's data, or the beginning of its copy.
+    """Checks that a place is empty, or has this data or an unfinished copy of it.
+
+    Args:
+        out: the folder or URL to copy to.
+        manifest: bytes of the manifest of the data to copy.
 
     Raises:
-        ConfigError: the place has other data.
+        ConfigError: the place has something else.
     """
     read = reader(out)
     begun = found_at(read, MANIFEST) or found_at(read, PLAN)

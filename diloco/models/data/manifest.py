@@ -1,8 +1,11 @@
-"""The manifest of a prepared folder of tokens: `tokens.json`. Pure.
+"""Defines the manifest of a prepared folder of tokens: `tokens.json`. Pure.
+
+A folder has shards, files of tokens, of two sides: for training (`train`) and held out
+(`held_out`).
 
 Rules:
-  1. A folder is whole when it has `tokens.json`, which is written last. A folder without it, but
-     with files under `.prepare`, is unfinished.
+  1. A folder is whole when it has `tokens.json`, which is written last. A folder that has no
+     `tokens.json`, but files under `.prepare`, is unfinished.
   2. The manifest depends on the sources and options alone: not on the machine, the time, or the
      number of processes.
   3. Readers of a folder that has a manifest read the shards that it names, and no others.
@@ -28,7 +31,7 @@ SIDES: tuple[Side, ...] = get_args(Side)
 Dtype = Literal["uint16", "uint32", "int32"]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
-# Names of files in this folder only, so that a foreign manifest cannot point elsewhere.
+# Names of files in the folder itself, so that a manifest of unknown origin cannot name others.
 ShardName = Annotated[str, Field(pattern=r"^(train|held_out)-[0-9]{5,9}\.npy$")]
 # The parts of a tokenizer.json that decide which tokens a text becomes.
 _RULES = ("model", "normalizer", "pre_tokenizer")
@@ -42,9 +45,9 @@ class TokenizerFacts(_Section):
     """The identity of a tokenizer.
 
     Attributes:
-        sha256: SHA-256 of its file.
+        sha256: SHA-256 of its tokenizer.json.
         rules_sha256: SHA-256 of the rules by which it encodes ordinary text (`rules_digest`).
-        vocabulary: the largest id that it knows, plus one.
+        vocabulary: its largest token id, plus one.
     """
 
     sha256: Sha256
@@ -53,7 +56,15 @@ class TokenizerFacts(_Section):
 
 
 class PrepareOptions(_Section):
-    """The options of `diloco data prepare` that determine a folder's bytes."""
+    """The options of `diloco data prepare` that determine a folder's bytes.
+
+    Attributes:
+        documents: what a document is in a text file: the whole file, or each line.
+        field: field of JSON lines, or column of a table, that has the documents.
+        held_out: share of the documents that is held out.
+        shard_bytes: bytes of documents that become a shard.
+        special: whether text that spells a special token becomes that token.
+    """
 
     documents: Literal["file", "line"]
     field: str
@@ -85,7 +96,7 @@ class FolderIdentity(_Section):
 
 
 class Counted(_Section):
-    """Counts of documents and tokens."""
+    """The number of documents, and the number of their tokens."""
 
     documents: Count = 0
     tokens: Count = 0
@@ -98,7 +109,13 @@ class Counted(_Section):
 
 
 class Given(_Section):
-    """Counts of documents by side; `empty` is the number of documents without tokens."""
+    """Counts of documents by side.
+
+    Attributes:
+        empty: the number of documents without tokens, which are on no side.
+        train: counts of documents for training.
+        held_out: counts of held-out documents.
+    """
 
     empty: Count = 0
     train: Counted = Counted()
@@ -114,7 +131,13 @@ class Given(_Section):
 
 
 class TokenSource(Given):
-    """Counts of documents of one source, with its path as on the command line."""
+    """One source of a folder's documents, with counts of its documents.
+
+    Attributes:
+        path: the source, as on the command line.
+        files: the number of its files.
+        size_bytes: bytes of its files.
+    """
 
     path: str
     files: Count
@@ -125,10 +148,14 @@ class TokenShard(_Section):
     """The facts of one shard, a file of tokens.
 
     Attributes:
+        name: the file's name.
+        side: "train" or "held_out".
+        size_bytes: size of the file.
         documents: the number of documents in it.
         tokens: the number of tokens in it.
-        unlearned: the number of tokens that are not trained on.
+        unlearned: the number of its tokens that are not trained on.
         largest: the largest token in it.
+        sha256: SHA-256 of the file, in hexadecimal.
     """
 
     name: ShardName
@@ -142,14 +169,20 @@ class TokenShard(_Section):
 
 
 class TokenManifest(FolderIdentity):
-    """The manifest of a finished folder of tokens: its identity, sources and shards."""
+    """The manifest of a finished folder of tokens: its identity, sources and shards.
+
+    Attributes:
+        format: version of the manifest's format.
+        sources: sources of the documents, in the order of the command line.
+        shards: the shards, by name.
+    """
 
     format: Literal[1] = 1
     sources: tuple[TokenSource, ...]
     shards: tuple[TokenShard, ...]
 
     def of(self, side: Side) -> tuple[TokenShard, ...]:
-        """Returns the shards for training, or those held out, in order."""
+        """Returns the shards of a side, by name."""
         return tuple(shard for shard in self.shards if shard.side == side)
 
     def counted(self, side: Side) -> Counted:
@@ -167,17 +200,20 @@ class TokenManifest(FolderIdentity):
 
     @property
     def size_bytes(self) -> int:
-        """Size of all shards, in bytes."""
+        """The size of all shards together, in bytes."""
         return sum(shard.size_bytes for shard in self.shards)
 
 
 def shard_name(side: Side, piece: int) -> str:
-    """Returns the file name of a side's shard of a piece; names sort in the shards' order."""
+    """Returns the file name of the shard of one side that is made of piece number `piece`.
+
+    A piece is a number of successive documents (`prepare`). Names sort by the pieces' numbers.
+    """
     return f"{side}-{piece:05d}.npy"
 
 
 def dtype_for(vocabulary: int) -> Dtype:
-    """Returns the smallest dtype that holds every token of a vocabulary of this size."""
+    """Returns the smaller dtype that holds every token of a vocabulary of this size."""
     return "uint16" if vocabulary <= 1 << 16 else "uint32"
 
 
@@ -187,10 +223,10 @@ def json_bytes(record: BaseModel) -> bytes:
 
 
 def parse_manifest(data: bytes, source: str) -> TokenManifest:
-    """Parses the bytes of a `tokens.json`; `source` is its name in errors.
+    """Parses the bytes of a `tokens.json`; `source` is the name of the file in errors.
 
     Raises:
-        DataError: the bytes are not a manifest, or that of a newer release.
+        DataError: the bytes are not a manifest, or are a manifest of a newer release.
     """
     try:
         return TokenManifest.model_validate_json(data)
@@ -208,6 +244,9 @@ def rules_digest(document: Mapping[str, Any]) -> str:
 
     Files of one tokenizer may differ in the other parts: padding, truncation, chat tokens, and the
     decoding of ids.
+
+    Args:
+        document: the parsed tokenizer.json.
     """
     added = [token for token in document.get("added_tokens", ()) if not token.get("special", False)]
     rules = {key: document.get(key) for key in _RULES} | {"added_tokens": added}

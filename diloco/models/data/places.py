@@ -1,4 +1,4 @@
-"""Where prepared data is stored, its "place": a local folder, or a bucket's URL."""
+"""Opens places of prepared data; a place is a local folder's path, or a URL of an object store."""
 
 import fcntl
 import os
@@ -16,24 +16,24 @@ from diloco.run.cli.folders import make_folder
 
 Read = Callable[[str], bytes]
 _HERE = "file://"
-# The folder of partial files that killed writers leave in a folder store.
+# The folder in which a store on a local disk writes partial files; a killed writer leaves some.
 _TEMPORARY = ".tmp"
 
 
 def local_folder(place: str) -> Path | None:
-    """Returns the local folder of a place; None for a bucket."""
+    """Returns the local folder of a place, from its path or file:// URL; None for a bucket."""
     if place.startswith(_HERE):
         return Path(urllib.parse.unquote(place.removeprefix(_HERE)))
     return None if "://" in place else Path(place)
 
 
 def writer(place: str) -> ObjectStore:
-    """Opens the object store of a place, to write to; creates a folder that does not exist."""
+    """Opens a place for writing, as an object store; creates a folder that does not exist."""
     return open_store(place, emulator=store_emulator(), create=True)
 
 
 def reader(place: str) -> Read:
-    """Returns a function that reads a file of a place by name; the place may be read-only."""
+    """Returns a function (name) -> bytes that reads a file of a place; writes nothing there."""
     folder = local_folder(place)
     if folder is None:
         return open_store(place, emulator=store_emulator()).get
@@ -41,7 +41,7 @@ def reader(place: str) -> Read:
 
 
 def found_at(read: Read, name: str) -> bytes | None:
-    """Returns the content of the file `name`; None if there is no such file."""
+    """Returns the bytes of the file `name`, read by `read`; None if there is no such file."""
     try:
         return read(name)
     except (FileNotFoundError, NotADirectoryError, ObjectMissingError):
@@ -49,10 +49,14 @@ def found_at(read: Read, name: str) -> bytes | None:
 
 
 def manifest_at(place: str, read: Read) -> TokenManifest:
-    """Reads the manifest of a place.
+    """Returns the manifest of a place.
+
+    Args:
+        place: the place, for errors.
+        read: reads a file of the place, from `reader`.
 
     Raises:
-        DataError: there is no manifest, or the file is not one.
+        DataError: there is no manifest, or it is invalid.
     """
     if (data := found_at(read, MANIFEST)) is None:
         folder = local_folder(place)
@@ -71,7 +75,7 @@ def manifest_at(place: str, read: Read) -> TokenManifest:
 
 
 def first_of(place: str) -> str | None:
-    """Returns the name of one object in a place; None if the place is empty or does not exist."""
+    """Returns the name of any object in a place; None if the place is empty or does not exist."""
     folder = local_folder(place)
     if folder is None:
         store = open_store(place, emulator=store_emulator())
@@ -83,7 +87,7 @@ def first_of(place: str) -> str | None:
 
 @contextmanager
 def alone_in(place: str) -> Iterator[None]:
-    """Locks a folder against other writers within the block; creates it if it does not exist.
+    """Locks a local folder against other writers within the block; creates a missing folder.
 
     A bucket is not locked: two writers of the same data do no harm, since objects are create-only.
 
@@ -109,7 +113,12 @@ def alone_in(place: str) -> Iterator[None]:
 
 
 def tidy(place: str, store: ObjectStore) -> None:
-    """Removes the files that only an unfinished preparation needs; the plan is removed last."""
+    """Removes the files that only an unfinished preparation or copy needs.
+
+    Args:
+        place: a place whose data is complete.
+        store: the place, opened by `writer`.
+    """
     for info in store.list(f"{UNFINISHED}/"):
         store.delete(info.name)
     if (folder := local_folder(place)) is not None:

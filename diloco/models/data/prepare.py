@@ -2,13 +2,14 @@
 
 Rules:
   1. The plan, which determines all bytes, is stored first; the manifest, which says that the folder
-     is whole, last. A process that resumes an unfinished folder finds the plan there, and refuses
-     to continue with another.
-  2. A piece is the next documents of at least `shard_bytes` together, and becomes one shard of each
-     side. It is done when its note is stored, after the shards; the note says where the next piece
-     begins. A piece without a note is made again, with the same bytes.
-  3. Whether a document is held out is decided by a hash of its text alone: all copies of it are on
-     one side, whatever its place and the other documents.
+     is whole, is stored last. A process that resumes an unfinished folder finds the plan in it, and
+     refuses to continue if its own plan differs.
+  2. A piece is a number of successive documents of at least `shard_bytes` bytes together. It
+     becomes one shard of each side (`train`, `held_out`). After the shards a note is stored, which
+     says where the next piece begins; then the piece is done. A piece without a note is made again,
+     with the same bytes.
+  3. Whether a document is held out is decided by a hash of its text alone: all copies of a document
+     are on one side, wherever they are and whatever other documents there are.
 """
 
 import hashlib
@@ -70,7 +71,11 @@ BATCH_CHARACTERS = 1 << 20
 
 
 class PreparationPlan(FolderIdentity):
-    """The inputs and options of a preparation, with a digest of the files' modification times."""
+    """The inputs and options of a preparation.
+
+    Attributes:
+        times_sha256: SHA-256 of the names, sizes and modification times of all source files.
+    """
 
     times_sha256: Sha256
 
@@ -80,7 +85,7 @@ class Note(BaseModel):
 
     Attributes:
         shards: the piece's shards, one of each side that has a document.
-        given: counts of the piece's documents, by the index of their source.
+        given: counts of the piece's documents, by the index of their source on the command line.
         file: index of the file in which the next piece begins.
         start: start of the next piece in that file, as `Document.after`.
     """
@@ -94,11 +99,13 @@ class Note(BaseModel):
 
 
 def prepare(wanted: PrepareArguments, hear: Hear) -> TokenManifest:
-    """Prepares data, or resumes; a finished folder is left as it is. Returns the manifest.
+    """Prepares data, or resumes a preparation; returns the manifest of the finished folder.
+
+    A folder that the same plan finished before is left as it is.
 
     Args:
         wanted: the command's arguments.
-        hear: is called with (bytes of sources done, bytes in all).
+        hear: called with (bytes of sources done, bytes in all), to show progress.
 
     Raises:
         ConfigError: an option is wrong, or the place has other data.
@@ -148,14 +155,26 @@ def prepare(wanted: PrepareArguments, hear: Hear) -> TokenManifest:
 
 
 def is_held_out(document: Content, share: float) -> bool:
-    """True if a document is held out, by a hash of its content; `share` of documents are."""
+    """Returns True if a document is held out, by a hash of its content.
+
+    About `share` of all documents, from 0 to 1, are.
+    """
     text = document.text if isinstance(document, Chat) else document
     data = text.encode() if isinstance(text, str) else text.astype("<u4").tobytes()
     return xxhash.xxh3_64_intdigest(data) < share * 2.0**64
 
 
 class _Pieces:
-    """Iterates over the notes of all pieces: those stored earlier, then those made now."""
+    """Iterates over the notes of all pieces: first those stored earlier, then those it makes.
+
+    Args:
+        files: all source files.
+        plan: the plan.
+        reading: the options by which documents are read.
+        tokenizer: encodes the documents.
+        store: the place of the folder.
+        hear: called with (bytes of sources done, bytes in all), to show progress.
+    """
 
     def __init__(
         self,
@@ -187,7 +206,12 @@ class _Pieces:
             yield made
 
     def _documents(self, first: int, start: int) -> Iterator[tuple[int, Document]]:
-        """Yields (index of the file, document) from `start` in the file `first` on."""
+        """Yields (index of the file, document) from a place on, to the end of the last file.
+
+        Args:
+            first: index of the first file.
+            start: start of the first document in that file, as `Document.after`.
+        """
         done = sum(file.size_bytes for file in self._files[:first])
         total = sum(file.size_bytes for file in self._files)
         for number, file in enumerate(self._files[first:], first):
@@ -200,7 +224,15 @@ class _Pieces:
             done, start = done + file.size_bytes, 0
 
     def _make(self, piece: int, documents: Iterator[tuple[int, Document]]) -> Note | None:
-        """Stores a piece's shards, then its note, which it returns; None if no document is left."""
+        """Makes the next piece: stores its shards, then its note; returns the note.
+
+        Args:
+            piece: number of the piece.
+            documents: the documents that are left, from `_documents`.
+
+        Returns:
+            The note; None if no document is left.
+        """
         self._given, self._tokens = {}, {side: [] for side in SIDES}
         waiting: list[tuple[int, Content]] = []
         size_bytes = characters = 0
@@ -232,7 +264,7 @@ class _Pieces:
         return note
 
     def _encode(self, documents: Sequence[tuple[int, Content]]) -> None:
-        """Encodes documents, given with their source's index, into the current piece."""
+        """Encodes (index of the source, document) pairs, and adds them to the current piece."""
         found = self._tokenizer.encode([document for _, document in documents])
         for (source, document), tokens in zip(documents, found, strict=True):
             held_out = is_held_out(document, self._plan.options.held_out)
@@ -245,10 +277,10 @@ class _Pieces:
 
 
 def _check_apart(wanted: PrepareArguments) -> None:
-    """Refuses an output folder within a source, since the output would become input.
+    """Checks that the output folder is not within a source, or output would become input.
 
     Raises:
-        ConfigError: `--out` lies in a source.
+        ConfigError: `--out` is within a source.
     """
     folder = local_folder(wanted.out)
     for source in wanted.sources:
@@ -260,7 +292,7 @@ def _check_apart(wanted: PrepareArguments) -> None:
 
 
 def _begun(place: str, plan: PreparationPlan) -> TokenManifest | None:
-    """Returns the manifest of a finished folder; None if it is to be begun or resumed.
+    """Returns the manifest of a place whose data is finished; None if there is work left.
 
     Raises:
         ConfigError: the place has other data, or was prepared by another plan.
@@ -357,7 +389,15 @@ def store_shard(
     dtype: Dtype,
     documents: Sequence[npt.NDArray[np.integer]],
 ) -> TokenShard:
-    """Stores the shard of a piece's documents of one side; returns the shard's facts."""
+    """Stores one shard, and returns its facts.
+
+    Args:
+        store: the place of the folder.
+        side: "train" or "held_out".
+        piece: number of the piece that the documents are of.
+        dtype: dtype of the tokens in the file.
+        documents: the tokens of each document.
+    """
     tokens = np.concatenate(documents, dtype=np.dtype(dtype).newbyteorder("<"), casting="unsafe")
     data = header(tokens.dtype, len(tokens)) + tokens.tobytes()
     store.put(shard_name(side, piece), data)
@@ -375,7 +415,7 @@ def store_shard(
 
 
 def header(dtype: np.dtype[np.integer], count: int) -> bytes:
-    """Returns the NumPy header of a file of `count` tokens, `HEADER_BYTES` long."""
+    """Returns the header of an .npy file of `count` tokens, `HEADER_BYTES` long."""
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
     length = HEADER_BYTES - len(_PREFIX) - 2
     return _PREFIX + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n"

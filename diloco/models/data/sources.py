@@ -49,9 +49,12 @@ class SourceFile(NamedTuple):
 def find_files(sources: Sequence[str]) -> list[SourceFile]:
     """Returns all files of all sources; a file that two sources name belongs to the first.
 
+    Args:
+        sources: files, folders and globs, as on the command line.
+
     Raises:
         ConfigError: a source does not exist, or matches no file.
-        DataError: a source is empty; or a file's suffix says that it cannot be read.
+        DataError: a source is empty; or a file's suffix is one that cannot be read.
     """
     found: dict[Path, SourceFile] = {}
     for number, source in enumerate(sources):
@@ -68,7 +71,10 @@ def find_files(sources: Sequence[str]) -> list[SourceFile]:
 
 
 def listing_digest(files: Sequence[SourceFile], *, times: bool = False) -> str:
-    """Returns a SHA-256 of paths and sizes; with `times`, of the times of last change, too."""
+    """Returns a SHA-256, in hexadecimal, of the files' paths and sizes.
+
+    With `times`, the digest also covers the files' modification times.
+    """
     rows = ([one.path, one.size_bytes, one.modified_ns if times else 0] for one in files)
     digest = hashlib.sha256()
     for row in rows:
@@ -102,7 +108,7 @@ def _paths(source: str) -> Iterable[Path]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    """Returns a folder's visible files, sorted; a folder that `datasets` saved is one entry."""
+    """Returns a folder's visible files, sorted; a folder saved by `datasets` is one entry."""
     files = [
         one
         for one in folder.rglob("*")

@@ -1,13 +1,13 @@
-"""Reads token files of other tools: nanoGPT's `.bin`, llm.c's, and Megatron's with its `.idx`.
+"""Reads token files of other tools: `.bin` of nanoGPT, of llm.c, and of Megatron with an `.idx`.
 
 Layouts, little-endian:
-  - nanoGPT: uint16 tokens and nothing else; uint32 if the tokenizer has more than 65,536.
+  - nanoGPT: uint16 tokens and nothing else; uint32 tokens if the vocabulary exceeds 65,536.
   - llm.c: 256 int32 (a magic number, a version, the number of tokens, zeros), then the tokens,
     with the token that ends a text before each.
   - Megatron: tokens and nothing else. The index has a magic of 9 bytes, a version (u64), the dtype
     (u8), numbers of sequences and of documents' bounds (u64 each); then lengths of sequences in
-    tokens (int32), their places in bytes (int64), and the sequence with which each document begins,
-    with one more for the end (int64).
+    tokens (int32), offsets of sequences in bytes (int64), and the sequence with which each document
+    begins, with one more for the end (int64).
 """
 
 import struct
@@ -34,7 +34,13 @@ Tokens = npt.NDArray[np.integer]
 
 
 class TokenDocument(NamedTuple):
-    """A document's tokens, and the next one's start: the index of a token or Megatron document."""
+    """One document of a token file.
+
+    Attributes:
+        tokens: the document's tokens.
+        after: start of the next document, from which `stored_documents` can resume: the index of a
+            token; in Megatron's files the number of a document.
+    """
 
     tokens: Tokens
     after: int
@@ -46,10 +52,10 @@ def stored_documents(
     """Yields the documents of a token file from `start` on, without the tokens that end them.
 
     Args:
-        path: the `.bin`.
+        path: the `.bin` file.
         start: 0, or `TokenDocument.after` of the last document that was read.
         vocabulary: vocabulary size of the tokenizer that made the tokens.
-        end: the token that ends each document; optional in the file if it has an index.
+        end: the token that ends each document; if the file has an index, documents may lack it.
 
     Raises:
         DataError: the file is damaged, or was made by another tokenizer.
@@ -85,7 +91,13 @@ def _indexed(path: str, start: int, index: Path) -> Iterator[TokenDocument]:
 
 
 def _bounds(path: str, index: Path) -> tuple[npt.NDArray[np.int64], np.dtype[np.integer]]:
-    """Returns the index of each document's first token, then that of the end; and the dtype."""
+    """Reads Megatron's index; returns (documents' bounds, dtype of the tokens).
+
+    The bounds are the index of each document's first token, then the index after the last token.
+
+    Raises:
+        DataError: `index` is not such an index.
+    """
     data = index.read_bytes()
     try:
         magic, version, code, sequences, documents = _INDEX_HEADER.unpack_from(data)

@@ -1,4 +1,4 @@
-"""Encodes documents by a tokenizer.json, deterministically, with the tokens at their ends."""
+"""Encodes documents by a tokenizer.json, deterministically; adds begin and end tokens."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FILE = "tokenizer.json"
-# The most characters of the parts, cut after line ends, in which a document is encoded: the library
+# A document is encoded in parts of at most so many characters, cut after line ends: the library
 # takes a hundred times the memory of the text.
 PART_CHARACTERS = 1 << 20
 
@@ -28,18 +28,19 @@ class TextTokenizer:
     """A tokenizer that encodes whole documents, by the options of `diloco data prepare`.
 
     Args:
-        wanted: the options `tokenizer` (tokenizer.json, or the folder that has it), `begin`, `end`,
-            `special`, `chats` and `template` are used.
+        wanted: the command's arguments, of which `tokenizer` (tokenizer.json, or the folder that
+            has it), `begin`, `end`, `special`, `chats` and `template` are used.
 
     Attributes:
+        path: path of the tokenizer.json.
         facts: the tokenizer's identity.
         begin: the tokens before each document.
         end: the token that ends each document.
-        template: the chat template; None if documents are not chats. `template_sha256` is its
-            digest.
+        template: the chat template; None if documents are not chats.
+        template_sha256: SHA-256 of the chat template; None without.
 
     Raises:
-        ConfigError: there is no tokenizer, no such token, or no template.
+        ConfigError: there is no tokenizer, it lacks a named token, or there is no chat template.
         DataError: a file is invalid.
     """
 
@@ -67,10 +68,11 @@ class TextTokenizer:
     def encode(self, documents: Sequence[Content]) -> list[npt.NDArray[np.integer]]:
         """Returns each document's tokens, with `begin` and `end`; uses all cores.
 
-        Texts and token files give uint32. Chats give int32, where ~t is a token t without a loss.
+        A text, or the tokens of a token file, gives uint32. A chat gives int32, where ~t, below 0,
+        is a token t that is not trained on.
 
         Raises:
-                DataError: the token that ends documents occurs within a chat.
+            DataError: the token that ends documents occurs within a chat.
         """
         texts = iter(self._texts([one for one in documents if isinstance(one, str)]))
         chats = iter(self._chats([one for one in documents if isinstance(one, Chat)]))
@@ -82,7 +84,7 @@ class TextTokenizer:
         ]  # fmt: skip
 
     def _ended(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-        """Returns a token file's document with `begin`, if it is missing, and with `end`."""
+        """Returns a document of a token file with `end` added, and `begin` if it lacks that."""
         begins = tuple(tokens[: len(self.begin)].tolist()) == self.begin
         parts = () if begins else self.begin, tokens, (self.end,)
         return np.concatenate([np.asarray(one, np.uint32) for one in parts])
@@ -115,7 +117,12 @@ class TextTokenizer:
         return [np.concatenate([np.asarray(one, np.uint32) for one in own]) for own in ids]
 
     def _begin(self, asked: str | None) -> tuple[int, ...]:
-        """Returns the requested first token, or what the tokenizer itself sets before a text."""
+        """Returns the tokens before each document.
+
+        Args:
+            asked: the option --begin: a token, or "none"; None: the special tokens that the
+                tokenizer itself sets before a text.
+        """
         if asked is not None:
             return () if asked == "none" else (self._token(asked, "--begin"),)
         with_ends = self._tokenizer.encode("a").ids
@@ -126,10 +133,14 @@ class TextTokenizer:
         return ()
 
     def _end(self, asked: str | None) -> int:
-        """Returns the requested end token, or the end of text that the folder's files name.
+        """Returns the token that ends each document.
+
+        Args:
+            asked: the option --end; None: the end of text that tokenizer_config.json or config.json
+                beside the tokenizer names.
 
         Raises:
-            ConfigError: no file names one, or the tokenizer does not have the token.
+            ConfigError: no file names a token, or the tokenizer does not have the token.
         """
         if asked is not None:
             return self._token(asked, "--end")
@@ -160,7 +171,11 @@ class TextTokenizer:
         return ", ".join(self._special_tokens()[:8]) or "none"
 
     def _token(self, asked: str, where: str) -> int:
-        """Returns the id of a token that is given as digits of the id, or as text."""
+        """Returns the id of a token that is given as digits of the id, or as text.
+
+        Raises:
+            ConfigError: the tokenizer has no such token; `where` says where it was named.
+        """
         if asked.isdecimal():
             known = self._tokenizer.id_to_token(int(asked)) is not None
             found = int(asked) if known else None
@@ -200,7 +215,7 @@ def _loaded(path: Path, data: bytes) -> "Tokenizer":
             hint="give a tokenizer.json of the library tokenizers; a .model of sentencepiece is "
             "converted by transformers (AutoTokenizer, save_pretrained)",
         ) from error
-    # The file may ask for all of these, and each would change the tokens of a text.
+    # A tokenizer.json may ask for truncation, padding and dropout; each would change the tokens.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):
@@ -209,7 +224,11 @@ def _loaded(path: Path, data: bytes) -> "Tokenizer":
 
 
 def _key(path: Path, key: str) -> Any:
-    """Returns the value of a key of a JSON file; None without the key or the file."""
+    """Returns the value of a key of a JSON file; None if the file or the key is missing.
+
+    Raises:
+        DataError: the file is not JSON.
+    """
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
@@ -220,7 +239,7 @@ def _key(path: Path, key: str) -> Any:
 
 
 def _parts(text: str) -> Sequence[str]:
-    """Returns a document in parts of at most `PART_CHARACTERS`, cut after line ends if possible."""
+    """Returns a text in parts of at most `PART_CHARACTERS`, cut after line ends if possible."""
     if len(text) <= PART_CHARACTERS:
         return (text,)
     parts, start = [], 0

@@ -1,10 +1,10 @@
-"""Epochs over several data sources, mixed by weight. Pure.
+"""Defines epochs over several data sources that are mixed by weight. Pure.
 
 Rules:
-  1. An epoch has rows of each source in proportion to the source's weight, as many as the source
-     that is exhausted first allows. So no row occurs twice in an epoch.
-  2. In each source the next epoch resumes where the last one stopped, and wraps around at the
-     source's end: every row is read before one is read again.
+  1. An epoch has rows of each source in proportion to the source's weight, and as many as possible
+     without reading a row twice: the source with the fewest rows for its weight is read whole.
+  2. The next epoch resumes in each source after the last row that was read, and wraps around at the
+     source's end: every row of a source is read before any row is read again.
 """
 
 import math
@@ -14,23 +14,28 @@ import numpy as np
 
 
 class WeightedSources:
-    """Maps each index of endless epochs to (number of a source, row of that source).
+    """Maps each index from 0 on to (number of a source, row of that source).
 
-    grain calls this a selection map; the reader shuffles the order within an epoch.
+    The first `len` indices are the first epoch, the next `len` the second, and so on without end.
+    grain calls such an object a selection map; the reader shuffles the order within an epoch.
 
     Args:
         lengths: the number of rows of each source.
         weights: weight of each source, above 0; only their proportions matter.
 
+    Attributes:
+        parts: the number of rows of each source in an epoch.
+
     Raises:
-        ValueError: a source has less than one row in an epoch; the argument is its number.
+        ValueError: a source would have less than one row in an epoch; the error's argument is the
+            source's number.
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:
         self._lengths = tuple(lengths)
         epochs = [length / weight for length, weight in zip(lengths, weights, strict=True)]
         most = min(epochs)
-        # The one that is exhausted first is whole, whatever a product of floats gives.
+        # The source that is exhausted first is read whole, whatever a product of floats gives.
         self.parts = tuple(
             length if epoch == most else min(length, math.floor(most * weight))
             for length, weight, epoch in zip(lengths, weights, epochs, strict=True)

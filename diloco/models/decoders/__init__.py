@@ -1,4 +1,4 @@
-"""Decoders of published families (`families`), from Hugging Face checkpoints and back."""
+"""Trains decoders of published families (`families`); reads and writes Hugging Face checkpoints."""
 
 from diloco.models.decoders.task import build
 

@@ -1,4 +1,4 @@
-"""A decoder's attention: computed by XLA, or by JAX's splash attention on TPUs.
+"""Computes a decoder's attention: by XLA, or on TPUs by JAX's splash attention kernel.
 
 Splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`) never stores the scores [H, L,
 L] of a row, and skips masked blocks. The compiler cannot partition this kernel over a mesh, so each
@@ -24,7 +24,7 @@ from diloco.models.decoders.config import DecoderConfig
 Kind = Literal["auto", "plain", "splash"]
 # The number that must divide a head's width and a row's length; and the largest block.
 LANES, BLOCK = 128, 512
-# (whether the layer slides, q [B, L, H, K], k and v [B, L, G, K]) -> [B, L, H, K].
+# (whether the layer is a sliding one, q [B, L, H, K], k and v [B, L, G, K]) -> [B, L, H, K].
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -36,15 +36,16 @@ def make_attention(
 ) -> Attend:
     """Returns a function that computes causal attention within each document.
 
-    In sliding layers, a position attends only to those within the window before it.
+    In sliding layers, a position attends only to the last `config.window` positions, its own
+    included.
 
     Args:
         config: the decoder's configuration.
-        segments_BxL: each token's document, int [B, L].
-        kind: "plain", "splash", or "auto": splash attention on TPUs, if it fits.
-        blocks_BxL: the number of each token's image, int [B, L], from 1 on; 0: the token is of no
-            image. In sliding layers an image's tokens attend to each other both ways. None: there
-            are no images.
+        segments_BxL: the number of each token's document, int [B, L].
+        kind: "plain": by XLA; "splash": by the kernel; "auto": by the kernel on TPUs, if it fits.
+        blocks_BxL: the number of each token's image in its row, int [B, L], from 1 on; 0: the token
+            is of no image. In sliding layers the tokens of one image attend to each other in both
+            directions. None: there are no images.
 
     Raises:
         TaskError: kind is "splash", and splash attention does not fit.
@@ -65,7 +66,10 @@ def make_attention(
 
 
 def _platform() -> str | None:
-    """Returns the platform of the mesh's devices; None without mesh, or within `shard_map`."""
+    """Returns the platform of the mesh's devices, such as "tpu".
+
+    None if there is no mesh, or within `shard_map`.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return None
@@ -143,7 +147,15 @@ def _capped(
 
 
 def by_kind(config: DecoderConfig, slides: jax.Array, near: Any, full: Any) -> Any:
-    """Returns `near` for a sliding layer, else `full`; selects at run time only if needed."""
+    """Returns `near` for a sliding layer, `full` for another.
+
+    Args:
+        config: the decoder's configuration; if all its layers are of one kind, nothing is selected
+            at run time.
+        slides: whether the layer is a sliding one, bool [].
+        near: a tree of arrays for sliding layers.
+        full: a tree of equal shapes for other layers.
+    """
     if all(config.sliding):
         return near
     if not any(config.sliding):

@@ -1,4 +1,4 @@
-"""A published decoder as functions, for tasks with a loss of their own."""
+"""Offers a published decoder as functions, for users' tasks that define their own loss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from diloco.models.decoders.files import HuggingFace
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A decoder as functions, each with the name of the field of `Task` that takes it.
+    """A decoder as functions for a task; those that a field of `Task` takes have its name.
 
     Attributes:
         files: reads and writes the parameters in Hugging Face's format.
@@ -38,10 +38,11 @@ class CausalLM:
         """Returns the decoder of a Hugging Face folder, or of the contents of a `config.json`.
 
         Args:
-            source: a folder, whose tensors a run begins with; or the mapping of a `config.json`.
-            fresh: begin with random parameters, although the folder has tensors.
+            source: a Hugging Face folder, whose tensors are the run's first parameters; or the
+                content of a `config.json`.
+            fresh: whether the first parameters are random although the folder has tensors.
             dtype: "float32" or "bfloat16": of activations and products; parameters stay float32.
-            remat: recompute each block in the backward pass.
+            remat: whether to recompute each block in the backward pass.
 
         Raises:
             ConfigError: the configuration is missing, or has a key or value that is not supported.
@@ -74,7 +75,7 @@ class CausalLM:
         return model.logits_of(self._config, params, tokens_BxL, segments_BxL, compute=self.compute)
 
     def partition(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        """Returns the partition of a tensor over a learner's mesh."""
+        """Returns a tensor's partition over a learner's mesh, given the tensor's name and shape."""
         return task.partition_of(self._config, None, name, shape)
 
     # Fields of `Task`: how to merge a tensor, and which of its matrices Muon orthogonalizes.

@@ -1,8 +1,9 @@
-"""Divides a decoder's layers into groups of equal ones, and loops over them (ADR 98).
+"""Divides a decoder's layers into groups of equal layers, and loops over all layers (ADR 98).
 
-A group has a configuration of its own, and its layers are all alike, so that their tensors can be
-stacked; attention and blocks know one group only. Layers run in stages: a stage is a `lax.scan`
-over the shortest sequence of groups that it repeats.
+The layers of a group have tensors of the same shapes, which are stacked; each group has a
+configuration of its own, which describes a decoder of such layers alone. Layers run in stages: a
+stage is successive layers that repeat one sequence of groups, and is one `lax.scan` over the
+repetitions of the shortest such sequence.
 
 Shapes: as in `model`; S layers of a group in one repetition, X repetitions.
 """
@@ -28,10 +29,11 @@ class Group(NamedTuple):
     """Layers of a decoder that are alike.
 
     Attributes:
-        name: key of the group's tensors within the tree of layers; "": one group is the whole tree.
+        name: key of the group's tensors within the tree of all layers' tensors; "": the decoder has
+            one group, whose tensors are the tree itself.
         config: configuration of a decoder with these layers only.
-        numbers: indices of the layers in the whole decoder.
-        keeps: whether layers of another group use keys and values of these.
+        numbers: indices of these layers in the whole decoder.
+        keeps: whether layers of another group use keys and values of these layers.
     """
 
     name: str
@@ -40,8 +42,8 @@ class Group(NamedTuple):
     keeps: bool
 
 
-# (x [B, L, D], the layer's tensors, another layer's keys and values) -> x, own keys and values, the
-# load of its experts.
+# Computes one layer: (x [B, L, D], the layer's tensors, keys and values of another layer if this
+# layer uses such) -> (x, keys and values to keep for other layers, the load of its experts).
 Block = Callable[
     [jax.Array, Mapping[str, Any], KeysAndValues | None],
     tuple[jax.Array, KeysAndValues | None, Load | None],
@@ -52,7 +54,7 @@ class Stage(NamedTuple):
     """Layers that run in one loop.
 
     Attributes:
-        names: for each layer of one repetition, the name of its group.
+        names: the name of the group of each layer in one repetition.
         repeats: the number of repetitions, X.
     """
 
@@ -62,7 +64,7 @@ class Stage(NamedTuple):
 
 @functools.cache
 def groups_of(config: DecoderConfig) -> dict[str, Group]:
-    """Returns the groups of a decoder's layers by name."""
+    """Returns the groups of a decoder's layers by name, in the order of their first layers."""
     names = _names(config)
     found = {}
     for name in dict.fromkeys(names):
@@ -74,14 +76,17 @@ def groups_of(config: DecoderConfig) -> dict[str, Group]:
 
 
 def stages_of(config: DecoderConfig) -> tuple[Stage, ...]:
-    """Returns a decoder's stages: first layers with their own keys, then those that share some."""
+    """Returns a decoder's stages, in order; one, or two if some layers compute no keys.
+
+    The second stage has the layers that use keys and values of layers in the first.
+    """
     names = _names(config)
     first = len(names) - (0 if config.unlike is None else config.unlike.shared)
     return tuple(_stage(part) for part in (names[:first], names[first:]) if part)
 
 
 def _names(config: DecoderConfig) -> tuple[str, ...]:
-    """Returns the name of each layer's group."""
+    """Returns the name of the group of each layer of a decoder."""
     if config.unlike is None and not config.dense:
         return ("",) * config.layers
     if config.unlike is None:
@@ -133,13 +138,16 @@ def scan_layers(
     fed_NxBxLxP: jax.Array | None,
     block_of: Callable[[Group], Block],
 ) -> tuple[jax.Array, Load | None]:
-    """Runs all layers; returns their output, and the load of their experts, [N, E].
+    """Runs all layers; returns (output of the last layer [B, L, D], load of the experts [N, E]).
+
+    The load has a row for each layer with experts; None without experts.
 
     Args:
         config: the decoder's configuration.
-        layers: stacked tensors of the layers; with several groups, a mapping for each group's name.
+        layers: stacked tensors of the layers by name; with several groups, such a mapping by the
+            name of each group.
         x_BxLxD: the first layer's input.
-        fed_NxBxLxP: each layer's further input for each token (per-layer embeddings).
+        fed_NxBxLxP: per-layer embeddings, a further input of each layer; None: there are none.
         block_of: returns the function that computes one layer of a group.
     """
     groups = groups_of(config)
@@ -172,7 +180,7 @@ def _none_yet(config: DecoderConfig, x_BxLxD: jax.Array) -> KeysAndValues:
 def _folded(
     group: Group, layers: Mapping[str, Any], fed_NxBxLxP: jax.Array | None, stage: Stage
 ) -> Any:
-    """Returns a group's tensors and further inputs for a scan, [X, S, ...] each."""
+    """Returns a group's tensors and its layers' further inputs for a stage's scan, [X, S, ...]."""
     given = {**layers, SLIDES: jnp.asarray(group.config.sliding)}
     if fed_NxBxLxP is not None:
         given[FED] = fed_NxBxLxP[jnp.asarray(group.numbers)]
@@ -186,7 +194,18 @@ def _step(
     carry: tuple[jax.Array, dict[str, KeysAndValues]],
     scanned: Mapping[str, Any],
 ) -> tuple[tuple[jax.Array, dict[str, KeysAndValues]], Load | None]:
-    """Computes one repetition of a stage; the load of its layers is [layers, E]."""
+    """Computes one repetition of a stage: the function that `lax.scan` repeats.
+
+    Args:
+        stage: the stage.
+        blocks: the function that computes one layer of a group, by the group's name.
+        taken: keys and values for layers that compute none, by the name of the group they are of.
+        carry: (the layers' input, last keys and values of each group that keeps some).
+        scanned: tensors and further inputs of this repetition, [S, ...], by group.
+
+    Returns:
+        (the new carry, the load of the repetition's layers with experts, [layers, E]).
+    """
     x_BxLxD, kept = carry
     done = dict.fromkeys(stage.names, 0)
     loads: list[Load] = []
@@ -204,7 +223,10 @@ def _step(
 
 
 def attended(config: DecoderConfig, length: int) -> int:
-    """Returns the products of queries with keys per token, counted in rows of `length` tokens."""
+    """Returns the multiplications of queries with keys for one token, in rows of `length` tokens.
+
+    Each position counts as if it attended to all `length` positions, or all of its window.
+    """
     total = 0
     for group in groups_of(config).values():
         own = group.config

@@ -1,6 +1,9 @@
-"""Rows of text with images: one file for each, such as `np.savez` writes of a processor's output.
+"""Reads rows of text with images: each row is an .npz file with the output of a model's processor.
 
-A folder has `train*.npz` and `held_out*.npz`. Shapes: as in `vision`; n images of a file.
+A processor is the class of transformers that turns text and images into arrays; `np.savez` saves
+them. A folder has `train*.npz` and `held_out*.npz`.
+
+Shapes: as in `vision`.
 """
 
 import zipfile
@@ -17,7 +20,7 @@ from diloco.models.decoders.vision import ImageOptions, Pictured, tokens_of_imag
 NEEDED = ("input_ids",)
 # `labels` are the tokens, and IGNORED where a token is not trained on.
 OPTIONAL = ("labels", "attention_mask", "pixel_values", "image_position_ids")
-# These arrays follow from the others, and are ignored.
+# These arrays can be computed from the others, and are ignored.
 FOLLOWING = ("token_type_ids", "mm_token_type_ids", "num_soft_tokens_per_image")
 IGNORED = -100
 # Rounding, and resizing of images, may leave the pixels' range a little.
@@ -25,13 +28,16 @@ LEAST_PIXEL, LARGEST_PIXEL = -0.5, 1.5
 
 
 class ImageRows:
-    """A source of examples for grain; each is a `Pictured` without the axis B.
+    """Rows of text with images: a source of examples for grain.
+
+    Each example is a `Pictured` without the axis B. Reading an example raises a TaskError if its
+    file is damaged or does not fit the model.
 
     Args:
-        paths: the files.
+        paths: the files, one for each row.
         length: positions that a row predicts, L; shorter rows are padded.
         config: the configuration of a decoder with a vision tower.
-        images: images and patches of a row.
+        images: the greatest numbers of images in a row and of patches in an image.
     """
 
     def __init__(
@@ -61,7 +67,7 @@ class ImageRows:
         return Pictured(window, patches, positions)
 
     def _window(self, path: Path, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Returns the row's tokens, padded, int32 [L + 1]."""
+        """Returns the row's tokens, padded, int32 [L + 1]; ~t is a token t not trained on."""
         tokens = _integers(path, "input_ids", arrays["input_ids"])
         kept = np.ones(tokens.shape, bool)
         labels = tokens
@@ -109,7 +115,7 @@ class ImageRows:
     def _patches(
         self, path: Path, arrays: Mapping[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, int]:
-        """Returns patches [I, P, W], positions [I, P, 2], and the number of the images' tokens."""
+        """Returns (patches [I, P, W], positions [I, P, 2], number of tokens of all images)."""
         images, tower = self._images, self._tower
         patches, positions = no_images(images, tower.patch_width)
         if ("pixel_values" in arrays) != ("image_position_ids" in arrays):
@@ -162,11 +168,11 @@ class ImageRows:
 
 
 class TextRows:
-    """Windows of text as rows without images.
+    """Windows of text as `Pictured` rows without images: a source of examples for grain.
 
     Args:
         windows: windows of text.
-        images: images and patches of a row.
+        images: the greatest numbers of images in a row and of patches in an image.
         width: numbers of a patch, W.
     """
 
@@ -181,7 +187,7 @@ class TextRows:
 
 
 def no_images(images: ImageOptions, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the patches and positions of a row without images."""
+    """Returns (patches [I, P, W], positions [I, P, 2]) of a row without images: 0 and -1."""
     shape = (images.row, images.patches)
     return np.zeros((*shape, width), np.float32), np.full((*shape, 2), -1, np.int32)
 
@@ -209,7 +215,17 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 def _integers(
     path: Path, name: str, values: np.ndarray, like: np.ndarray | None = None
 ) -> np.ndarray:
-    """Returns values along one axis, of a processor's row [L] or batch [1, L]; int64."""
+    """Returns an array of a processor as int64 [tokens].
+
+    Args:
+        path: the file, for errors.
+        name: the array's name, for errors.
+        values: the array, [tokens] or [1, tokens].
+        like: an array whose shape the result must have; None: any.
+
+    Raises:
+        TaskError: the array has another shape or dtype.
+    """
     flat = values[0] if values.ndim == 2 and len(values) == 1 else values
     if (
         flat.ndim != 1

@@ -1,8 +1,10 @@
-"""Image-and-text checkpoints: the text model of one is trained, and its other tensors are kept.
+"""Reads the configuration of image-and-text checkpoints, whose text model is what is trained.
 
-`config.json` has the text model's keys under `text_config`, and the text model's tensors have a
-module of their own. The tensors of the vision and audio towers, and of the matrices that make soft
-tokens of their outputs, are copied from the folder into every export, bit for bit (ADR 100).
+Such a checkpoint has a text model, towers (a vision and an audio encoder), and matrices that turn
+the towers' outputs into embeddings for the text model. An image, a video frame or a sound takes the
+place of tokens with an id of its own, called soft tokens. `config.json` has the text model's keys
+under `text_config`, and the names of the text model's tensors begin with `WITHIN`. All other
+tensors are copied from the folder into every export, bit for bit (ADR 100).
 """
 
 import dataclasses
@@ -15,9 +17,9 @@ from diloco.models.decoders.families import NEUTRAL, Family
 # `model_type` of a whole checkpoint, and of its text model.
 TEXT_FAMILIES: dict[str, Family] = {"gemma4": "gemma4_text"}
 ARCHITECTURE = "Gemma4ForConditionalGeneration"
-# Modules of the text model's tensors: in a whole checkpoint, and in one of text alone.
+# Prefixes of the text model's tensors: in a whole checkpoint, and in a checkpoint of text alone.
 WITHIN, ALONE = "model.language_model.", "model."
-# Keys of the towers' configurations, and the modules of their tensors.
+# Prefixes of the vision tower's tensors; then those of each tower, by its key in `config.json`.
 VISION = ("model.vision_tower.", "model.embed_vision.")
 _MODULES = {
     "vision_config": VISION,
@@ -29,7 +31,7 @@ _KNOWN = {
     *("text_config", "tie_word_embeddings", "vision_soft_tokens_per_image", "eoa_token_index"),
     *_MODULES,
 }
-# Ids that a file leaves out, in the order of `_SOFT`.
+# The ids of soft tokens if a file leaves them out, in the order of `_SOFT`.
 _SOFT_DEFAULTS = (258_880, 258_884, 258_881)
 
 
@@ -38,11 +40,13 @@ class ImageText:
     """The properties of an image-and-text checkpoint that its text model depends on.
 
     Attributes:
-        soft: ids that stand for images, frames and sounds: each has the embedding of `padding`.
-        image: the id among them that stands for images; None: there is none.
+        soft: ids of soft tokens, for images, frames and sounds; the text model embeds each as
+            `padding`.
+        image: the id of soft tokens for images; None: the checkpoint has none.
         padding: the id of the padding token.
-        modules: prefixes of the names of tensors that are not parameters; exports copy these.
-        both_ways: whether an image's tokens attend to each other both ways in sliding layers.
+        modules: prefixes of the tensors that are not parameters, and that exports copy.
+        both_ways: whether the tokens of one image attend to each other in both directions, in
+            sliding layers.
     """
 
     soft: tuple[int, ...]
@@ -53,14 +57,14 @@ class ImageText:
 
 
 def text_part(document: Mapping[str, Any], source: str) -> tuple[dict[str, Any], ImageText]:
-    """Returns the text model's own `config.json`, and the properties of the whole checkpoint.
+    """Returns (content of a `config.json` for the text model alone, properties of the checkpoint).
 
     Args:
-        document: the `config.json` of the whole checkpoint.
+        document: the content of the whole checkpoint's `config.json`.
         source: the document's origin, for errors.
 
     Raises:
-        ConfigError: the document has no text model of the family, or an unknown key.
+        ConfigError: the text model is not of the expected family, or a key is unknown.
     """
     family = TEXT_FAMILIES[document["model_type"]]
     text = document.get("text_config")
@@ -92,7 +96,7 @@ def text_part(document: Mapping[str, Any], source: str) -> tuple[dict[str, Any],
 
 
 def whole_document(document: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Returns the `config.json` of an export: `document` with the text model's new dtype."""
+    """Returns the content of an export's `config.json`: `document` with `dtype` as its dtype."""
     return {
         **document,
         "architectures": [ARCHITECTURE],

@@ -1,4 +1,4 @@
-"""Hyperparameters of experts, and of decoders whose layers differ, as in `config.json`."""
+"""Hyperparameters of experts, and of decoders whose layers differ."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ class Experts:
         chosen: the number of experts that each token uses, C.
         width: the width of an expert, F.
         normed: whether the weights of a token's experts are divided by their sum.
-        balance: factor of the load-balancing loss, which is added to the training loss.
+        balance: factor of the load-balancing loss in the training loss; 0: it is not added.
         beside: whether the layer also has an MLP, whose output is added to that of the experts.
     """
 
@@ -32,15 +32,18 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unlike:
-    """The differences between layers that are not all alike (Gemma 4).
+    """The differences between a decoder's layers (Gemma 4).
+
+    Layers are of two kinds: sliding layers have a sliding window, full layers have none.
 
     Attributes:
-        full_head_width: K of full layers, which have no sliding window.
-        full_kv_heads: G of full layers.
-        full_keys_are_values: values of full layers are their keys before norm and rotation.
-        shared: number of last layers without own keys and values: each uses those of the last
-            layer of its kind that has some.
-        shared_mlp_width: F of these last layers.
+        full_head_width: width of a head, K, of full layers.
+        full_kv_heads: heads of keys and values, G, of full layers.
+        full_keys_are_values: whether full layers use their keys, before norm and rotation, as
+            values.
+        shared: the number of layers at the end that compute no keys and values; each uses those of
+            the last earlier layer of its kind.
+        shared_mlp_width: width of the MLP, F, of these `shared` layers.
     """
 
     full_head_width: int
@@ -51,7 +54,7 @@ class Unlike:
 
 
 def said_of_unlike(config: "DecoderConfig", unlike: Unlike) -> dict[str, Any]:
-    """Returns the keys and values of `config.json` that say how layers differ."""
+    """Returns the entries of `config.json` that describe how a decoder's layers differ."""
     heads, width = unlike.full_kv_heads, unlike.full_head_width
     full, near = config.rope.parameters(), config.local_rope.parameters()
     own: dict[str, Any] = {}

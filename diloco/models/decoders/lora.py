@@ -4,11 +4,11 @@ A matrix W [I, O] of a layer computes x W + (alpha / R) x A B, with A [I, R] and
 at zero, so that version 0 is the base; A is drawn as by `peft`. Only A and B are trained and sent.
 Each is merged separately, so that their product is not the mean of the learners' products.
 
-Adapters of experts follow `target_parameters` of `peft`: gate and up of an expert are one matrix,
-to which the product A B is added.
+Adapters of experts follow `target_parameters` of `peft`: an expert's matrices gate and up are one
+matrix there, to which the product A B is added.
 
-A target is a kind of matrix, such as "q", in all layers that have one. Each group of layers
-(`groups`) has its own stacked adapters, as it has its own stacked tensors.
+A target is a kind of matrix, such as "q", in all layers that have such a matrix. Each group of
+layers (`groups`) has its own stacked adapters, as it has its own stacked tensors.
 
 Shapes: as in `model`; R rank, I and O inputs and outputs of a matrix, E experts.
 """
@@ -47,9 +47,8 @@ class Lora:
     Attributes:
         rank: the rank, R.
         alpha: adapters are multiplied by alpha / R.
-        targets: names of matrices as in `tensors`, such as "q", in the order of its table.
-        dropout: share of an adapter's inputs that a training step drops, drawn by the step's key,
-            which depends on the run's seed, the learner and the position.
+        targets: names of matrices as in `tensors`, such as "q", in the order of `tensors.table`.
+        dropout: share of an adapter's inputs that a training step drops, drawn by the step's key.
     """
 
     rank: int
@@ -64,7 +63,12 @@ class Lora:
 
 
 class AdapterParams(NamedTuple):
-    """The arguments of `model.hidden_of` for adapters."""
+    """The arguments of `model.forward` for adapters.
+
+    Attributes:
+        product: multiplies by a layer's matrix, and adds the product of the matrix's adapter.
+        beside: the adapters, as a tree to be joined with that of the layers' tensors; None: none.
+    """
 
     product: Product
     beside: Params
@@ -74,14 +78,15 @@ ALONE = AdapterParams(plain_product, None)
 
 
 def kind_of(entry: TensorEntry) -> str:
-    """Returns the last part of a layer tensor's name, without tree and group, such as "q"."""
+    """Returns the last part of the name of a layer's tensor, such as "q" of "layers/q"."""
     return entry.name.rpartition("/")[2]
 
 
 def matrices_of(config: DecoderConfig) -> dict[str, list[TensorEntry]]:
     """Returns the matrices of layers that may have an adapter, except those of experts.
 
-    The keys are `peft`'s names; a value has a matrix for each group of layers that has one.
+    The keys are `peft`'s names of kinds of matrices, such as "q_proj"; a value has the stacked
+    matrix of each group of layers that has this kind.
     """
     found: dict[str, list[TensorEntry]] = {}
     for entry in table(config).values():
@@ -91,7 +96,10 @@ def matrices_of(config: DecoderConfig) -> dict[str, list[TensorEntry]]:
 
 
 def experts_of(config: DecoderConfig) -> dict[str, list[TensorEntry]]:
-    """Returns the experts' parameters that may have an adapter, in the form of `matrices_of`."""
+    """Returns the matrices of experts that may have an adapter, in the form of `matrices_of`.
+
+    The keys are those of `EXPERTS`; gate and up of an expert are one matrix.
+    """
     found: dict[str, list[TensorEntry]] = {}
     for group in groups_of(config).values():
         experts, D = group.config.experts, config.width
@@ -114,13 +122,20 @@ def adapted_of(config: DecoderConfig) -> dict[str, TensorEntry]:
 
 
 def targets_of(config: DecoderConfig, lora: Lora) -> list[TensorEntry]:
-    """Returns the tensors that have an adapter: by target, and within it by group."""
+    """Returns the tensors that have an adapter, sorted by target, then by group of layers."""
     entries = adapted_of(config).values()
     return [entry for name in lora.targets for entry in entries if kind_of(entry) == name]
 
 
 class LoraOptions(BaseModel):
-    """The option `lora` of a task."""
+    """The option `lora` of a task.
+
+    Attributes:
+        rank: the rank, R.
+        alpha: adapters are multiplied by alpha / R; None: alpha is 2 R.
+        targets: `peft`'s names of the matrices that have adapters; None: all but those of experts.
+        dropout: share of an adapter's inputs that a training step drops.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -131,10 +146,10 @@ class LoraOptions(BaseModel):
 
 
 def read_lora(given: LoraOptions | None, config: DecoderConfig) -> Lora | None:
-    """Resolves the option `lora` for this decoder; returns None without it.
+    """Returns the adapters' hyperparameters for the option `lora`; None if `given` is None.
 
     Raises:
-        TaskError: a target is no matrix of this decoder.
+        TaskError: a target is not a matrix of this decoder, or dropout is given for experts.
     """
     if given is None:
         return None
@@ -157,7 +172,10 @@ def read_lora(given: LoraOptions | None, config: DecoderConfig) -> Lora | None:
 
 
 def init_adapters(config: DecoderConfig, lora: Lora, key: jax.Array) -> Params:
-    """Returns new float32 adapters: A uniform within 1 / sqrt(I), as by `peft`; B zero."""
+    """Returns new float32 adapters: A uniform in +-1 / sqrt(I), as by `peft`, and B zero.
+
+    The tree has the names of the decoder's tree, with the leaves "a" and "b" for each matrix.
+    """
     adapters: dict[str, Any] = {}
     for number, entry in enumerate(targets_of(config, lora)):
         *layers, inputs, outputs = entry.shape
@@ -171,10 +189,10 @@ def init_adapters(config: DecoderConfig, lora: Lora, key: jax.Array) -> Params:
 
 
 def base_dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
-    """Returns the dtype in which each frozen tensor is held, by the tensor's name.
+    """Returns the dtype that each frozen tensor has in memory, by the tensor's name.
 
-    It is float32 for norms and for the gains of experts, and `dtype` for all others. To hold the
-    others in `dtype` changes no result: they are rounded to `dtype` before each product anyway.
+    It is float32 for norms and for the gains of experts, and `dtype` for all others. That changes
+    no result: a step rounds the others to `dtype` before each product anyway.
     """
     wide = ("norm", "router_gain")
     return {n: jnp.dtype(jnp.float32 if n.endswith(wide) else dtype) for n in table(config)}
@@ -183,7 +201,7 @@ def base_dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
 def with_adapters(
     lora: Lora | None, variables: Params, key: jax.Array | None
 ) -> tuple[Params, AdapterParams]:
-    """Returns a decoder's parameters, and arguments for its adapters (none without adapters).
+    """Returns (the decoder's own parameters, the arguments of `model.forward` for its adapters).
 
     Args:
         lora: the adapters' hyperparameters; None: no adapters.
@@ -243,13 +261,18 @@ def _dropped(share: float, x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def half_partition(half: str, whole: PartitionSpec) -> PartitionSpec:
-    """Returns the partition of A or B: that of its matrix on the axis that they share."""
+    """Returns the partition of A or B: the axis of rank R stays whole.
+
+    Args:
+        half: `DOWN` for A, `UP` for B.
+        whole: the partition of the adapted matrix.
+    """
     *stacked, inputs, outputs = whole
     return PartitionSpec(*stacked, *((inputs,) if half == DOWN else (None, outputs)))
 
 
 def adapter_count(config: DecoderConfig, lora: Lora) -> int:
-    """Returns the number of parameters of all adapters, which are trained."""
+    """Returns the number of parameters of all adapters."""
     shapes = [entry.shape for entry in targets_of(config, lora)]
     return sum(
         math.prod(layers) * lora.rank * (inputs + outputs) for *layers, inputs, outputs in shapes
@@ -257,7 +280,7 @@ def adapter_count(config: DecoderConfig, lora: Lora) -> int:
 
 
 class AdaptedMatrix:
-    """A stacked matrix plus its adapter; each layer is computed when it is read.
+    """A stacked matrix with its adapter added; each layer is computed when it is read.
 
     Args:
         base: the matrix, [N, I, O]; of experts [N, E, I, O], or gate and up [N, E, 2, I, O].

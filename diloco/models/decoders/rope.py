@@ -1,4 +1,4 @@
-"""Rotary positions (arXiv 2104.09864) with the scalings that the families use.
+"""Rotary positions (arXiv 2104.09864), with the frequency scalings that the families use.
 
 Shapes: K width of a head.
 """
@@ -33,16 +33,21 @@ _OPTIONAL = {
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """The rotation of heads by positions.
+    """The rotation of heads by positions: each pair of a head's numbers has a frequency.
 
     Attributes:
         theta: base of the frequencies.
-        kind: "default"; "linear": all frequencies are divided by `factor`; "llama3": low ones are,
-            high ones are not, with a ramp between (Llama 3.1); "yarn": the same with another ramp,
-            and heads grow by `amplitude` (arXiv 2309.00071); "dynamic": as "default" up to the
-            length that the model was trained for; "proportional": only the first pairs of a head
-            are rotated, the share `partial_rotary_factor` of them (Gemma 4).
-        scaling: the kind's parameters, by their keys in config.json.
+        kind: how the frequencies are scaled (`rope_type` in config.json):
+            "default": not at all;
+            "linear": all are divided by `factor`;
+            "llama3": low frequencies are divided by `factor`, high ones are not, with a ramp
+            between them (Llama 3.1);
+            "yarn": as "llama3" with another ramp; queries and keys are also multiplied by
+            `amplitude` (arXiv 2309.00071);
+            "dynamic": as "default", but only up to the length that the model was trained for;
+            "proportional": only the first pairs of a head are rotated, a share
+            `partial_rotary_factor` of all pairs (Gemma 4).
+        scaling: (key in config.json, value) of each parameter of the kind.
     """
 
     theta: float
@@ -55,11 +60,11 @@ class Rope:
 
         Args:
             kind: the value of `rope_type`.
-            given: the other keys.
-            positions: the length that the model was trained for, if the other keys do not say it.
+            given: the values of the other keys.
+            positions: the length in tokens that the model was trained for, if `given` lacks it.
 
         Raises:
-            ValueError: the kind is unknown; or a key is missing, unknown or no positive number.
+            ValueError: the kind is unknown; or a key is missing, unknown or not a positive number.
         """
         if kind not in _KEYS:
             raise ValueError(f"rope_type {kind!r} is not known")
@@ -83,7 +88,7 @@ class Rope:
         return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.scaling)}
 
     def document(self) -> dict[str, Any]:
-        """Returns the keys of a config.json for one kind of layer, in both spellings."""
+        """Returns the entries of a config.json, in both spellings that transformers has had."""
         scaling = {"rope_type": self.kind, **dict(self.scaling)}
         return {
             "rope_theta": self.theta,
@@ -93,7 +98,7 @@ class Rope:
 
     @property
     def amplitude(self) -> float:
-        """The factor by which heads grow when they are rotated."""
+        """The factor by which rotated queries and keys are multiplied; 1 unless kind is "yarn"."""
         if self.kind != "yarn":
             return 1.0
         said = dict(self.scaling)
@@ -125,11 +130,20 @@ class Rope:
 
 
 def _yarn(power_K2: np.ndarray, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
-    """Returns frequencies, scaled by the turns that a pair makes in the original context."""
+    """Returns the frequencies of kind "yarn", float32 [K/2].
+
+    A frequency is divided by `factor` if its pair makes few turns in the length that the model was
+    trained for, and stays if the pair makes many.
+
+    Args:
+        power_K2: the inverse of each frequency of kind "default".
+        theta: base of the frequencies.
+        scaling: parameters by their keys in config.json.
+    """
     pairs = len(power_K2)
 
     def pair_of(turns: float) -> float:
-        """Returns the pair, a fraction, that makes so many turns."""
+        """Returns the index, with a fraction, of the pair that makes `turns` turns."""
         return pairs * math.log(scaling[_ORIGINAL] / (turns * 2 * math.pi)) / math.log(theta)
 
     first, last = pair_of(scaling.get("beta_fast", 32)), pair_of(scaling.get("beta_slow", 1))
@@ -153,7 +167,11 @@ def _llama3(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> np.ndarray:
-    """Returns frequencies, scaled by the number of their waves in the original context."""
+    """Returns the frequencies of kind "llama3", float32 [K/2].
+
+    A frequency is divided by `factor` if it has few waves in the length that the model was trained
+    for, and stays if it has many. `plain_K2`: the frequencies of kind "default".
+    """
     waves_K2 = original_max_position_embeddings * plain_K2.astype(np.float64) / (2 * math.pi)
     ramp_K2 = (waves_K2 - low_freq_factor) / (high_freq_factor - low_freq_factor)
     kept_K2 = np.clip(ramp_K2, 0, 1)

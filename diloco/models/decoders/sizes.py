@@ -1,4 +1,4 @@
-"""Published sizes of decoders, as `config.json` of each family without the family's defaults."""
+"""Published sizes of decoders, as contents of `config.json` without keys that have defaults."""
 
 from typing import Any
 
@@ -186,5 +186,5 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def size_named(name: str) -> DecoderConfig:
-    """Returns the configuration of a published size."""
+    """Returns the configuration of a published size, by its name in `SIZES`."""
     return parse_config(SIZES[name], source=name)

@@ -1,4 +1,6 @@
-"""Embeddings of images in place of the tokens that stand for them.
+"""Puts embeddings of images in place of the embeddings of image tokens.
+
+An image token is the placeholder id `ImageText.image`; a run of them stands for one image.
 
 Shapes: as in `model`; I images of a row, S embeddings of an image.
 """
@@ -12,11 +14,12 @@ from diloco.models.decoders.image_text import ImageText
 
 
 class SoftTokens(NamedTuple):
-    """Embeddings of images, which stand in place of their tokens.
+    """Embeddings of images.
 
     Attributes:
-        rows: the embeddings of the images of each row, S for an image, in order, [B, I * S, D].
-        counts: the number of tokens of each image, int [B, I]; its further embeddings are unused.
+        rows: the embeddings of each row's images, in order, S for each image, [B, I * S, D].
+        counts: the number of tokens of each image, int [B, I]; the first so many of the image's S
+            embeddings are used.
     """
 
     rows: jax.Array
@@ -24,19 +27,31 @@ class SoftTokens(NamedTuple):
 
 
 def marked(whole: ImageText, tokens_BxL: jax.Array) -> jax.Array:
-    """Returns whether each token stands for an image, bool [B, L]."""
+    """Returns whether each token is an image token, bool [B, L]; `whole.image` must not be None."""
     assert whole.image is not None
     return jnp.equal(tokens_BxL, whole.image)
 
 
 def runs(marked_BxL: jax.Array) -> jax.Array:
-    """Numbers the runs of marks in each row from 1 on, int [B, L]; 0 where there is no mark."""
+    """Returns the number of each token's run of image tokens, int [B, L].
+
+    Runs are numbered in each row from 1 on; 0: the token is no image token.
+
+    Args:
+        marked_BxL: whether each token is an image token, from `marked`.
+    """
     begins_BxL = marked_BxL & ~jnp.pad(marked_BxL, ((0, 0), (1, 0)))[:, :-1]
     return jnp.where(marked_BxL, jnp.cumsum(begins_BxL, axis=1), 0)
 
 
 def in_place(images: SoftTokens, marked_BxL: jax.Array, x_BxLxD: jax.Array) -> jax.Array:
-    """Returns `x` with the embeddings of images in place of marked tokens, in order, [B, L, D]."""
+    """Returns `x` with the embeddings of images in place of those of image tokens, [B, L, D].
+
+    Args:
+        images: the embeddings, which are used in order.
+        marked_BxL: whether each token is an image token, from `marked`.
+        x_BxLxD: embeddings of all tokens; the result has their dtype.
+    """
     ends_BxI = jnp.cumsum(images.counts, axis=1)
     unused_BxI = images.rows.shape[1] // images.counts.shape[1] - images.counts
     ordinal_BxL = jnp.cumsum(marked_BxL, axis=1) - 1

@@ -1,8 +1,8 @@
-"""Token files as training examples: windows that are read from disk one by one.
+"""Reads token files as training examples: windows, which are read from disk one by one.
 
 A folder has `train*.npy` and `held_out*.npy`: arrays of one axis, uint16 or uint32 (or any other
 integers), one document after the other, each followed by the end-of-text token. Window i of a
-file begins at token i * L and has L + 1 tokens, since the last one is a target only.
+file begins at token i * L and has L + 1 tokens: the last token is predicted, and not an input.
 
 Shapes: L positions that a window predicts.
 """
@@ -17,16 +17,16 @@ from diloco.common.protocol.errors import TaskError
 
 
 class TokenWindows:
-    """A source of examples for grain: int32 [L + 1] each.
+    """The windows of some token files, int32 [L + 1] each: a source of examples for grain.
 
     Args:
         paths: the files, in order.
         length: positions that a window predicts, L.
-        vocab: size of the vocabulary; each window is checked when it is read.
+        vocab: size of the vocabulary; reading a window with a token beyond it raises a TaskError.
         masked: whether a negative number ~t stands for a token t that is not trained on.
 
     Raises:
-        TaskError: a file cannot be read or has another format, or all are too short.
+        TaskError: a file cannot be read or has another format, or no file has a whole window.
     """
 
     def __init__(
@@ -61,7 +61,14 @@ class TokenWindows:
 
 
 class TokenFile(NamedTuple):
-    """A token file: the offset of its tokens, and their number."""
+    """A token file.
+
+    Attributes:
+        path: the file.
+        dtype: dtype of its tokens.
+        offset: offset of the first token in the file, in bytes.
+        tokens: the number of tokens.
+    """
 
     path: Path
     dtype: np.dtype[np.integer]
@@ -69,9 +76,12 @@ class TokenFile(NamedTuple):
     tokens: int
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Reads `count` tokens of the file from number `first` on.
+        """Reads `count` tokens of the file from number `first` on; returns them in `dtype`.
 
-        It uses no memory map, with which a file that is truncated would kill the process.
+        Uses no memory map: if the file were truncated meanwhile, that would kill the process.
+
+        Raises:
+            TaskError: the file cannot be read, or is too short.
         """
         offset = self.offset + first * self.dtype.itemsize
         try:
@@ -84,7 +94,7 @@ class TokenFile(NamedTuple):
 
 
 def files_of(folder: Path, side: str) -> list[Path]:
-    """Returns the token files of one side, "train" or "held_out".
+    """Returns the token files of one side, "train" or "held_out", by name.
 
     Raises:
         TaskError: the folder has no such files.

@@ -1,6 +1,6 @@
-"""Checks folders of tokens by their manifests; gives the rows of one folder or of a mixture.
+"""Opens folders of token files as training and held-out rows, and checks them by their manifests.
 
-A folder without a manifest is used unchecked (`token_windows.files_of`).
+A folder without a manifest (`diloco.models.data.manifest`) is used unchecked.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from diloco.models.decoders.vision import ImageOptions
 if TYPE_CHECKING:
     import grain
 
-# A folder, or folders with their weights.
+# The option `data` of a task: a folder's path, or weights by the paths of several folders.
 Folder = Annotated[str, Field(min_length=1)]
 Weights = Mapping[Folder, Annotated[float, Field(gt=0)]]
 Data = Annotated[
@@ -51,12 +51,13 @@ class TokenFolders:
         length: tokens that a row predicts.
         vocab: size of the model's vocabulary.
         model: the model's folder; if it has a tokenizer, the tokens must be from the same one.
-        digests: SHA-256 of each folder's manifest, in any order; empty: any data.
-        images: the option `images`, and the configuration of the decoder with a vision tower;
-            None: rows are text alone.
+        digests: SHA-256 of each folder's manifest, in any order; empty: any data is accepted.
+        images: (the option `images`, the configuration of the decoder with a vision tower); None:
+            rows are text alone.
 
     Raises:
-        DataError: a folder is missing, incomplete, or not made for this model or mixture.
+        DataError: a folder is incomplete or damaged, has another digest, or was made for another
+            tokenizer than the model's or the other folders'.
     """
 
     def __init__(
@@ -87,12 +88,21 @@ class TokenFolders:
 
     @property
     def end(self) -> int | None:
-        """The token behind each document; None if no manifest says it."""
+        """The token that ends each document; None if no folder has a manifest."""
         ends = {manifest.end for manifest in self._manifests if manifest is not None}
         return ends.pop() if len(ends) == 1 else None
 
     def train(self, seed: int) -> "grain.MapDataset[Any]":
-        """Returns the training rows as a dataset of one epoch: windows, or a `Pictured` each."""
+        """Returns the training rows as a dataset of one epoch.
+
+        A row is a window int32 [L + 1]; with `images`, a `Pictured` without the axis B.
+
+        Args:
+            seed: seed by which the rows of each of several folders are shuffled.
+
+        Raises:
+            DataError: a folder has no training rows, or too many.
+        """
         import grain
 
         sources = [grain.MapDataset.source(self._rows(i, "train")) for i in self._numbers()]
@@ -106,7 +116,10 @@ class TokenFolders:
         return grain.MapDataset.select_from_datasets(shuffled, self._mixture(sources))
 
     def held_out(self, rows: int) -> list[Any]:
-        """Returns batches of one held-out row each, evenly spread; always the same ones."""
+        """Returns about `rows` batches of one held-out row each, the same each time.
+
+        Each folder gives rows in proportion to its weight, evenly spread over its held-out rows.
+        """
         found: list[Any] = []
         for number, weight in zip(self._numbers(), self._weights, strict=True):
             there = self._rows(number, "held_out")
@@ -160,7 +173,11 @@ class TokenFolders:
             ) from error
 
     def _check_alike(self) -> None:
-        """Refuses folders whose tokens mean different things."""
+        """Checks that all folders were made with one tokenizer and one end token.
+
+        Raises:
+            DataError: two folders differ.
+        """
         known = [
             (folder, manifest)
             for folder, manifest in zip(self._folders, self._manifests, strict=True)
@@ -181,7 +198,7 @@ class TokenFolders:
 
 
 def _manifest_of(folder: Path) -> TokenManifest | None:
-    """Returns a folder's manifest; None if it has none.
+    """Returns a folder's manifest; None if the folder has none.
 
     Raises:
         DataError: the folder's preparation is not finished.
@@ -198,7 +215,11 @@ def _manifest_of(folder: Path) -> TokenManifest | None:
 
 
 def _rules_of(model: Path | None) -> str | None:
-    """Returns the digest of the tokenizer in the model's folder; None if it has none."""
+    """Returns `rules_digest` of the tokenizer in the model's folder; None if there is none.
+
+    Raises:
+        DataError: the folder's tokenizer.json is invalid.
+    """
     if model is None or not (path := model / "tokenizer.json").exists():
         return None
     try:
@@ -229,7 +250,13 @@ def _check_tokenizer(
 
 
 def _check_digests(folders: Sequence[Path], digests: Sequence[str]) -> None:
-    """Refuses data other than that of the run: shares are only valid for the same data."""
+    """Checks that each folder's manifest has one of the run's `digests`.
+
+    Learners claim shares of the data, which mean the same rows only in the same data.
+
+    Raises:
+        DataError: a folder has no manifest, or another one.
+    """
     for folder in folders:
         path = folder / MANIFEST
         found = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "no digest"
@@ -241,7 +268,13 @@ def _check_digests(folders: Sequence[Path], digests: Sequence[str]) -> None:
 
 
 def _check_shards(folder: Path, manifest: TokenManifest) -> None:
-    """Refuses missing shards and wrong sizes; `diloco check` compares digests."""
+    """Checks that a folder has all shards of its manifest, of the right sizes, and no others.
+
+    Digests are not compared here; `diloco check` compares them.
+
+    Raises:
+        DataError: a shard is missing, unknown, or of another size.
+    """
     again = "copy the folder again (diloco data copy), or prepare it again"
     for shard in manifest.shards:
         path = folder / shard.name

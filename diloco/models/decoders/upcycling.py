@@ -1,7 +1,8 @@
 """Makes a mixture of experts from a dense checkpoint: sparse upcycling (arXiv 2212.05055).
 
-Each expert begins as the checkpoint's MLP, and the router with noise. A token's experts then add up
-to the MLP: version 0 computes the dense decoder, and in training the experts become different.
+Each expert begins as a copy of the checkpoint's MLP, and the router as noise. The weights of a
+token's experts add up to 1, so that version 0 computes the same function as the dense decoder; in
+training the experts become different.
 """
 
 import dataclasses
@@ -19,20 +20,16 @@ from diloco.models.decoders.tensors import LAYERS, table
 
 ROUTER_STD = 0.02
 _SEED = 2212_05055
-# Fields in which the two configurations may differ.
+# Fields of `DecoderConfig` in which the dense decoder and the mixture may differ.
 _OTHER = {"family", "experts", "mlp_width", "positions", "tokens"}
 
 
 class LayersOf:
-    """A stacked tensor whose layers are computed when they are read.
+    """A tensor that stacks layers along its first axis, each computed when it is read; float32.
 
     Args:
-        shape: the shape of all layers.
-        made: returns one layer, by its number.
-
-    Attributes:
-        shape: as given.
-        dtype: float32.
+        shape: the whole tensor's shape.
+        made: (number of a layer) -> that layer, float32.
     """
 
     dtype = np.dtype(np.float32)
@@ -52,7 +49,7 @@ class LayersOf:
 def read_upcycled(
     folder: Path, dense: DecoderConfig, config: DecoderConfig
 ) -> dict[str, Rows | LayersOf]:
-    """Returns the tensors of a mixture, made from a dense checkpoint; reads no values yet.
+    """Returns the tensors of a mixture made from a dense checkpoint, by name; reads no values yet.
 
     Args:
         folder: the checkpoint's folder.

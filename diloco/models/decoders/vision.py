@@ -1,7 +1,8 @@
-"""The vision tower of an image-and-text checkpoint (Gemma 4), on patches of images (ADR 102).
+"""The vision tower, the image encoder of an image-and-text checkpoint (Gemma 4) (ADR 102).
 
-Its layers are a decoder's, but each patch attends to all of its image, and heads are rotated by two
-positions. Squares of patches are averaged: each is the embedding of a token.
+The tower turns patches of an image into embeddings of tokens. Its layers are those of a decoder,
+but each patch attends to all patches of its image, and each half of a head is rotated by one of the
+patch's two positions. The outputs of each square of patches are averaged to one token.
 
 Shapes: B rows, I images in a row, N = B * I, P patches of an image, W numbers of a patch, E width
 of the tower, T tokens of an image, D width of the decoder.
@@ -36,7 +37,7 @@ from diloco.models.decoders.rope import Rope
 from diloco.models.decoders.soft_tokens import SoftTokens
 from diloco.models.decoders.tensors import BOUNDS
 
-# Keys of `vision_config` that its layers take, with the values of those that a file leaves out.
+# Keys of `vision_config` that describe the tower's layers, with the values if a file lacks them.
 _LAYERS: dict[str, Any] = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -68,7 +69,12 @@ _UNUSED = {
 
 
 class ImageOptions(BaseModel):
-    """The option `images` of a task."""
+    """The option `images` of a task.
+
+    Attributes:
+        row: the greatest number of images in a row, I.
+        patches: the greatest number of patches in an image, P.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -81,13 +87,13 @@ class Tower:
     """The hyperparameters of a vision tower.
 
     Attributes:
-        blocks: its layers, as those of a decoder.
+        blocks: the tower's layers, as the configuration of a decoder.
         rope: rotary positions along each axis of an image.
         patch_width: numbers of a patch, W.
-        places: the greatest number of positions along an axis.
-        side: patches along the side of a square that is one token.
-        standardized: whether embeddings are shifted and scaled by vectors.
-        clipped: whether inputs and outputs of products have bounds.
+        places: the greatest number of positions along an axis of an image.
+        side: patches along the side of a square of patches that becomes one token.
+        standardized: whether the averaged embeddings are shifted and scaled by stored vectors.
+        clipped: whether inputs and outputs of matrix products are clipped to stored bounds.
     """
 
     blocks: DecoderConfig
@@ -105,7 +111,7 @@ class Pictured(NamedTuple):
     Attributes:
         windows: token ids, and ~t for a token t that is not trained on, int [B, L + 1].
         patches: pixels from 0 to 1, float [B, I, P, W].
-        positions: place (x, y) of each patch in its image, int [B, I, P, 2]; -1 for none.
+        positions: position (x, y) of each patch in its image, int [B, I, P, 2]; -1: no such patch.
     """
 
     windows: Any
@@ -114,11 +120,11 @@ class Pictured(NamedTuple):
 
 
 def with_tower(config: DecoderConfig, document: Mapping[str, Any], source: str) -> DecoderConfig:
-    """Returns the decoder with the vision tower among its parameters.
+    """Returns a text model's configuration with the vision tower added to its parameters.
 
     Args:
         config: the text model's configuration.
-        document: the `config.json` of the whole checkpoint.
+        document: the content of the whole checkpoint's `config.json`.
         source: the document's origin, for errors.
 
     Raises:
@@ -178,7 +184,7 @@ def _parse(vision: dict[str, Any], source: str) -> Tower:
 
 
 def check_images(tower: Tower, images: ImageOptions) -> None:
-    """Refuses an option `images` whose number of patches does not make whole tokens.
+    """Checks that the number of patches of the option `images` makes whole tokens.
 
     Raises:
         TaskError: the number of patches is no multiple of the patches of a token.
@@ -193,10 +199,10 @@ def check_images(tower: Tower, images: ImageOptions) -> None:
 
 
 def tokens_of_image(tower: Tower, positions_Px2: np.ndarray) -> int | None:
-    """Returns the number of tokens of an image with these patches.
+    """Returns the number of tokens of an image whose patches have these positions (x, y).
 
-    Returns None if the patches do not fill a rectangle of whole squares, or lie outside of the
-    tower's positions.
+    None if the patches do not fill a rectangle of whole squares, or if a position is not below
+    `tower.places`.
     """
     wide, high = positions_Px2.max(axis=0, initial=-1) + 1
     count = len(positions_Px2)
@@ -210,11 +216,11 @@ def tokens_of_image(tower: Tower, positions_Px2: np.ndarray) -> int | None:
 def soft_tokens(
     config: DecoderConfig, params: Params, rows: Pictured, compute: Compute
 ) -> SoftTokens:
-    """Computes the embeddings of images.
+    """Runs the vision tower on the images of some rows; returns their tokens' embeddings.
 
     Args:
         config: the configuration of a decoder with a vision tower.
-        params: the decoder's parameters, with the tower's.
+        params: the decoder's parameters, the tower's included.
         rows: the rows that have the images.
         compute: options of the computation.
     """
@@ -262,13 +268,25 @@ def _block_of(
 
 
 def _bounded(name: str, x: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
-    """Multiplies by a layer's matrix; clips input and output to bounds that are not trained."""
+    """Returns the product of `x` and a layer's matrix; clips input and output to stored bounds.
+
+    Args:
+        name: the matrix's name.
+        x: the input, [..., inputs].
+        layer: the layer's tensors by name; the bounds are not trained.
+    """
     ends = [jax.lax.stop_gradient(layer[f"{name}_{end}"]).astype(x.dtype) for end in BOUNDS]
     return jnp.clip(plain_product(name, jnp.clip(x, *ends[:2]), layer), *ends[2:])
 
 
 def _pooled(tower: Tower, x_NxPxE: jax.Array, place_NxPx2: jax.Array) -> jax.Array:
-    """Returns the mean of each square of patches, times sqrt(E), [N, T, E]; at least float32."""
+    """Returns the mean of each square of patches, times sqrt(E), [N, T, E], at least float32.
+
+    Args:
+        tower: the tower.
+        x_NxPxE: the last layer's output; 0 where there is no patch.
+        place_NxPx2: position (x, y) of each patch; 0 where there is none.
+    """
     tokens = x_NxPxE.shape[1] // tower.side**2
     wide_N = place_NxPx2[..., 0].max(axis=1) + 1
     square_NxPx2 = place_NxPx2 // tower.side

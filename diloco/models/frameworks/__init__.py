@@ -1,1 +1,4 @@
-"""Loops of other frameworks: parameters are arrays in host memory; JAX only synchronizes them."""
+"""Lets training loops of other frameworks join runs, with parameters as arrays in host memory.
+
+The loop trains by its framework; JAX only synchronizes the parameters.
+"""

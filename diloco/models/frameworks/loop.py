@@ -1,7 +1,8 @@
-"""Membership of another framework's training loop in a run, such as PyTorch's.
+"""Lets a training loop of another framework, such as PyTorch, join a run as a learner.
 
-At most step boundaries no tensor is copied. The tensors of a fragment are read when it is sent, and
-written in place when a version is adopted, so that the framework's optimizer keeps its tensors.
+At most step boundaries no tensor is copied. A fragment's tensors are read when its update is sent,
+and written in place when a version is adopted, so that the framework's optimizer keeps the same
+tensor objects.
 """
 
 import contextlib
@@ -24,11 +25,14 @@ Save = Callable[[], Any]
 
 
 class TensorLearner:
-    """The membership in a run of another framework's training loop, made by `join_tensors`.
+    """A learner whose training loop is of another framework; `join_tensors` yields it.
+
+    A leaf is a tensor of the run's parameters. Each of the loop's tensors is one leaf, perhaps with
+    another name and order of axes.
 
     Args:
-        learner: the `Learner` of JAX's loops, which does the work.
-        leaves: the loop's tensors as leaves of the run's parameters, by the leaves' names.
+        learner: the learner that JAX loops use, to which all calls are passed.
+        leaves: the loop's tensors as leaves, by the leaves' names.
     """
 
     def __init__(self, learner: library.Learner, leaves: Mapping[str, LazyLeaf]) -> None:
@@ -38,7 +42,7 @@ class TensorLearner:
 
     @property
     def done(self) -> bool:
-        """True if the loop is to end; as `diloco.Learner.done`."""
+        """True if the loop is to end: the run has ended, or this learner leaves."""
         return self._learner.done
 
     @property
@@ -48,11 +52,19 @@ class TensorLearner:
 
     @property
     def position(self) -> int:
-        """The number of this learner's batches that are done; the loop's data resumes there."""
+        """The number of this learner's batches that are done: where the loop's data resumes."""
         return self._learner.position
 
     def restore(self, state: Any) -> Any:
-        """Returns the state that an earlier life saved, or `state`; as `diloco.Learner.restore`."""
+        """Returns the state that this learner saved (`step`) before it was restarted.
+
+        Args:
+            state: a tree with the structure and shapes of the saved state; returned if there is no
+                checkpoint.
+
+        Raises:
+            DilocoError: training has begun already.
+        """
         return self._learner.restore(state)
 
     def step(
@@ -63,10 +75,11 @@ class TensorLearner:
         Args:
             loss: loss of the loop's step: a float, or a scalar that `float` reads a step later.
             metrics: further scalars of that step by name.
-            save: returns the contents of a checkpoint, a tree of arrays, when one is due.
+            save: called when a checkpoint is due; returns its contents, a tree of arrays.
 
         Raises:
-            DilocoError: as `diloco.Learner.step`.
+            DivergedError: the loss is infinite or not a number.
+            DilocoError: another error that ends this learner; or the loop continued after `done`.
         """
         given = dict(self._leaves)
         after = self._learner.step(given, loss=loss, metrics=metrics, save=save)
@@ -92,11 +105,14 @@ class TensorLearner:
             self.take(given)
 
     def values(self) -> dict[str, np.ndarray]:
-        """Returns copies of the loop's tensors, by leaf; of each only this process's part."""
+        """Returns copies of the loop's tensors, by the leaves' names.
+
+        Of a tensor that is divided among processes: a copy of this process's part.
+        """
         return {name: np.array(leaf) for name, leaf in self._leaves.items()}
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Copies values, by the names of the run's leaves, into the loop's tensors."""
+        """Copies `values`, by the leaves' names, into the loop's tensors."""
         for name, given in values.items():
             if given is not self._leaves[name]:
                 self._leaves[name].take(given)
@@ -114,11 +130,18 @@ class TensorLearner:
         return self._learner.reading(batches)
 
     def claimed(self, data: Shared) -> Iterator[Batch]:
-        """Yields batches of the shares that this learner claims; as `diloco.Learner.claimed`."""
+        """Yields batches of the shares of `data` that this learner claims, from `position` on.
+
+        Ends if `done` becomes true while the loop waits for a share.
+        """
         return self._learner.claimed(data)
 
     def evaluated(self, figures: Mapping[str, float]) -> None:
-        """Reports the loop's measurements on held-out data, by name; as `diloco.Learner`."""
+        """Reports the loop's measurements on held-out data, by name, in this learner's heartbeats.
+
+        Raises:
+            DilocoError: a name or a figure is invalid, or there are too many.
+        """
         self._learner.evaluated(figures)
 
     def leave(self) -> None:
@@ -146,14 +169,16 @@ def join_tensors(
         learner: name of this learner in the run.
         tensors: NumPy arrays or DLPack tensors in host memory, by name; changed in place.
         table: the run's leaf for each tensor whose name or order of axes differs in the run.
-        tokens_per_step: as in `diloco.join`.
+        tokens_per_step: tokens of a step, of all hosts together; None: `run.tokens_per_step` of the
+            run's file.
         kind: the class of the object that is yielded.
 
     Yields:
-        The loop's `TensorLearner`.
+        The learner, of class `kind`.
 
     Raises:
-        DilocoError: as `diloco.join`; or the table does not fit, or a tensor is read-only.
+        ConfigError: the table does not fit the tensors, or a tensor is read-only.
+        DilocoError: another error that ends this learner.
     """
     check_on_cpu()
     leaves = leaves_of(_tensors(tensors), table or {})
@@ -169,7 +194,17 @@ def create_tensors(
     table: Table | None = None,
     hint: Hint = default_hint,
 ) -> None:
-    """Creates the run of a TOML file; version 0 has these tensors. As `diloco.create`."""
+    """Creates the run of a TOML file, as `diloco.create` does; version 0 has these tensors.
+
+    Args:
+        file: the run's TOML file.
+        tensors: NumPy arrays or DLPack tensors in host memory, by name.
+        table: the run's leaf for each tensor whose name or order of axes differs in the run.
+        hint: how the aggregator merges each leaf.
+
+    Raises:
+        ConfigError: the table does not fit the tensors, or a tensor is read-only.
+    """
     leaves = leaves_of(_tensors(tensors), table or {})
     create(file, {name: np.asarray(leaf) for name, leaf in leaves.items()}, hint=hint)
 
@@ -177,14 +212,24 @@ def create_tensors(
 def load_tensors(
     run: str | Path, tensors: Mapping[str, Any] | Tensors, *, table: Table | None = None
 ) -> None:
-    """Copies the newest global parameters of a run into tensors; `run` as in `diloco.load`."""
+    """Copies the newest global parameters of a run into tensors, in place.
+
+    Args:
+        run: the run's TOML file, the folder of a local run, a run's name, or a bundle.
+        tensors: NumPy arrays or DLPack tensors in host memory, by name.
+        table: the run's leaf for each tensor whose name or order of axes differs in the run.
+
+    Raises:
+        RunMismatchError: the tensors are another model's.
+        DilocoError: there is no such run, bus or store is unreachable, or an object is damaged.
+    """
     leaves = leaves_of(_tensors(tensors), table or {})
     for name, values in load(run, like=leaves).items():
         leaves[name].take(values)
 
 
 def check_on_cpu() -> None:
-    """Refuses to run if JAX uses accelerators: they belong to the other framework.
+    """Checks that JAX uses the CPU, since accelerators belong to the other framework.
 
     Raises:
         ConfigError: JAX's default backend is not the CPU.

@@ -1,4 +1,8 @@
-"""Tensors of another framework, read and written in host memory as leaves of a run."""
+"""Reads and writes tensors of another framework as leaves of a run, in host memory.
+
+A leaf is a tensor of the run's parameters. Each tensor of the framework is one leaf, by default
+with its own order of axes, and its own name with "/" for ".".
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +15,7 @@ from diloco.common.protocol.errors import ConfigError
 
 
 class Leaf(NamedTuple):
-    """The leaf of the run's parameters that a tensor is.
+    """The leaf that corresponds to a tensor.
 
     Attributes:
         name: the leaf's name in the run.
@@ -26,16 +30,16 @@ Table = Mapping[str, Leaf | str]
 
 
 def leaf_of(tensor: str, table: Table) -> Leaf:
-    """Returns a tensor's leaf; without an entry in the table, its own name with "/" for "."."""
+    """Returns a tensor's leaf, from the table if the table has an entry for the tensor's name."""
     said = table.get(tensor, tensor.replace(".", "/"))
     return Leaf(said) if isinstance(said, str) else Leaf(*said)
 
 
 def check_table(tensors: Iterable[str], table: Table) -> None:
-    """Refuses a table that does not fit the tensors' names.
+    """Checks a table against the tensors' names.
 
     Raises:
-        ConfigError: it names a tensor that does not exist, or gives two tensors one name.
+        ConfigError: the table names a tensor that does not exist, or gives two tensors one leaf.
     """
     known = list(tensors)
     if unknown := sorted(set(table) - set(known)):
@@ -55,7 +59,10 @@ class Tensors(Protocol):
         """Returns the shape and dtype of each tensor."""
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a tensor's values in host memory; the caller reads them at once, unchanged."""
+        """Returns a tensor's values in host memory.
+
+        The array may be a view of the tensor: the caller reads it at once, and does not change it.
+        """
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Sets a tensor's values, in place."""
@@ -95,7 +102,17 @@ def _view(name: str, tensor: Any) -> np.ndarray:
 
 
 class LazyLeaf:
-    """A leaf of the run whose values are read from the loop's tensor when they are needed."""
+    """A leaf whose values are read from the loop's tensor when they are needed.
+
+    Args:
+        tensors: the loop's tensors.
+        tensor: the tensor's name.
+        leaf: the leaf of that tensor.
+
+    Attributes:
+        shape: the leaf's shape: the tensor's with its axes in the leaf's order.
+        dtype: the tensor's dtype.
+    """
 
     def __init__(self, tensors: Tensors, tensor: str, leaf: Leaf) -> None:
         shape, self.dtype = tensors.shapes()[tensor]
@@ -117,7 +134,17 @@ class LazyLeaf:
 
 
 class ShardedLeaf(LazyLeaf):
-    """A leaf of which each process holds a part; JAX sees one array over all processes."""
+    """A leaf that is divided among processes; to JAX it is one array over all of them.
+
+    Args:
+        tensors: the loop's tensors, of which each process has a part.
+        tensor: the tensor's name.
+        leaf: the leaf of that tensor.
+        sharding: the division of the tensor, in the tensor's order of axes.
+
+    Attributes:
+        sharding: the division of the leaf, in the leaf's order of axes.
+    """
 
     def __init__(self, tensors: Tensors, tensor: str, leaf: Leaf, sharding: NamedSharding) -> None:
         super().__init__(tensors, tensor, leaf)
@@ -135,7 +162,9 @@ class ShardedLeaf(LazyLeaf):
 
 
 def leaves_of(tensors: Tensors, table: Table) -> dict[str, LazyLeaf]:
-    """Returns the run's leaves for the loop's tensors, by the leaves' names.
+    """Returns a leaf for each of the loop's tensors, by the leaves' names.
+
+    Leaves are `ShardedLeaf` if `tensors` has a method `sharding`.
 
     Raises:
         ConfigError: the table does not fit the tensors' names or axes.
