@@ -1,9 +1,9 @@
 """Reads a decoder's tensors from a Hugging Face folder slice by slice; writes such folders.
 
-Values are read when they are needed: a `Rows` has a shape, and reads rows of its first axis. The
-headers of all files are checked first, so that a missing file or a wrong shape is found before
-anything is done. A folder is written under a temporary name and renamed at the end, so that a
-folder under its own name is complete.
+Values are read when they are needed: a `Rows` has the shape of a tensor, and reads rows of its
+first axis. The headers of all files are checked first, so that a missing file or a wrong shape is
+found before anything is done. A folder is written under a temporary name and renamed at the end, so
+that a folder with its final name is complete.
 """
 
 import itertools
@@ -53,7 +53,7 @@ FUSED = "mlp"
 
 
 class Place(NamedTuple):
-    """The place of a tensor in a checkpoint: a part of a tensor of a file, or all of it.
+    """The place of a checkpoint tensor: a tensor of a file, or a part of one.
 
     Attributes:
         path: the file.
@@ -71,15 +71,16 @@ class Place(NamedTuple):
 
 
 class Rows:
-    """A tensor of a decoder; rows of its first axis are read from the checkpoint when needed.
+    """A tensor of a decoder; slicing its first axis reads these rows from the checkpoint.
 
     Args:
         entry: the tensor.
-        places: places of the checkpoint tensors that it stacks, in the entry's order.
+        places: places of the checkpoint tensors that it stacks, in the order of
+            `entry.checkpoint_names()`.
 
     Attributes:
         shape: shape of the whole tensor.
-        dtype: dtype of the rows, float32 for every checkpoint.
+        dtype: float32, to which rows are converted.
     """
 
     dtype = np.dtype(np.float32)
@@ -120,10 +121,10 @@ def _read(place: Place, opened: Any, rows: Any = slice(None)) -> np.ndarray:
 
 
 def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
-    """Returns the tensors of a folder by name; reads no values yet.
+    """Returns the tensors of a folder, by their names in `tensors`; reads no values yet.
 
     Args:
-        folder: has *.safetensors files, and their index if there are several.
+        folder: a folder with *.safetensors files, and their index if there are several.
         config: the decoder's configuration, which the tensors must fit.
 
     Raises:
@@ -153,12 +154,16 @@ def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Returns whether a folder has tensors, not only a configuration."""
+    """Returns True if a folder has files of tensors, or an index of such files."""
     return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
 
 
 def _places(folder: Path) -> dict[str, Place]:
-    """Returns the place of each tensor, by its name in the folder."""
+    """Returns the place of each tensor of a folder, by the tensor's name in its files.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or the index does not fit the files.
+    """
     index = folder / INDEX
     if not index.exists():
         if not (folder / SINGLE).is_file():
@@ -208,7 +213,11 @@ def _header(path: Path) -> dict[str, Place]:
 
 
 def _joined(one: dict[str, Place], other: dict[str, Place]) -> dict[str, Place]:
-    """Returns the tensors of both; refuses names that both have."""
+    """Returns the union of two mappings.
+
+    Raises:
+        ConfigError: both have a tensor of one name.
+    """
     if twice := sorted(one.keys() & other.keys()):
         name = twice[0]
         raise ConfigError(
@@ -221,7 +230,11 @@ def _joined(one: dict[str, Place], other: dict[str, Place]) -> dict[str, Place]:
 
 
 def _textual(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
-    """Returns the parameters' tensors; drops old checkpoints' tables of rotary frequencies."""
+    """Returns the tensors of the decoder's parameters, by names as in a checkpoint of text alone.
+
+    Drops tensors that exports of an image-and-text checkpoint only copy, and the tables of rotary
+    frequencies that old checkpoints have.
+    """
     found = {name: one for name, one in places.items() if not name.endswith("rotary_emb.inv_freq")}
     if config.image_text is None:
         return found
@@ -234,12 +247,15 @@ def _textual(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place
 
 
 def _carried(config: DecoderConfig) -> tuple[str, ...]:
-    """Returns the modules whose tensors are not parameters, but copied to exports."""
+    """Returns prefixes of the tensors that are not parameters, but are copied to exports."""
     return tuple(each for each in OTHERS if config.tower is None or each not in VISION)
 
 
 def _needed(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
-    """Drops redundant tensors: a tied head; keys and values of layers that use another layer's."""
+    """Returns the tensors without redundant ones.
+
+    Redundant are a tied head, and the keys and values of layers that use those of another layer.
+    """
     left_out = {"lm_head.weight"} if config.tied else set()
     for group in groups_of(config).values():
         for number in group.numbers if group.config.takes_keys else ():
@@ -249,9 +265,12 @@ def _needed(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]
 
 
 def _one_by_one(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
-    """Splits the tensors that have all experts of a layer into one tensor for each expert.
+    """Splits each tensor that has all experts of a layer into places of one matrix of one expert.
 
     Checkpoints that transformers itself saves have gate and up of all experts in one tensor.
+
+    Raises:
+        ConfigError: such a tensor does not fit the configuration.
     """
     files, experts = FAMILY_FILES[config.family].experts, config.experts
     if files is None or experts is None or files.matrices is None:
@@ -315,8 +334,9 @@ def write_checkpoint(
         config: the decoder's configuration.
         arrays: the decoder's tensors, by their names in `tensors`.
         dtype: a name in `DTYPES`, the dtype in which these tensors are written.
-        beside: a folder whose tokenizer files are copied. From an image-and-text checkpoint, the
-            tensors that are not parameters are copied too, in their own dtypes.
+        beside: a folder whose tokenizer files are copied; if it is an image-and-text checkpoint,
+            its tensors that are not parameters are copied too, in their own dtypes. None: nothing
+            is copied.
         file_bytes: approximate size of a file, in bytes.
 
     Raises:
@@ -347,8 +367,13 @@ def _whole(folder: Path | None) -> Path:
 def others_of(folder: Path, config: DecoderConfig) -> dict[str, Place]:
     """Returns the places of an image-and-text checkpoint's tensors that are not parameters.
 
+    Args:
+        folder: the checkpoint's folder.
+        config: the configuration of its text model.
+
     Raises:
-        ConfigError: a file is missing or damaged, or a module has none.
+        ConfigError: a file is missing or damaged; or a tower that the checkpoint's config.json has
+            lacks tensors.
     """
     carried = _carried(config)
     places = {name: one for name, one in _places(folder).items() if name.startswith(carried)}
@@ -369,10 +394,15 @@ def _as_they_are(places: dict[str, Place]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class staged:  # noqa: N801 - a context manager, used as a function
-    """Gives a temporary folder next to the target, and renames it to the target at the end.
+    """Gives a temporary folder to write to, and renames it to `folder` at the block's end.
+
+    If the block raises, the temporary folder is removed.
+
+    Args:
+        folder: the target, a new or empty folder.
 
     Raises:
-        ConfigError: the folder cannot be written, as on a full disk; its files are removed.
+        ConfigError: the folder cannot be written, as on a full disk.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -406,7 +436,7 @@ class staged:  # noqa: N801 - a context manager, used as a function
 
 
 def carry(source: Path | None, folder: Path) -> None:
-    """Copies the tokenizer's files that `source` has into `folder`; None has none."""
+    """Copies the files of `CARRIED` that `source` has into `folder`; nothing if it is None."""
     for name in CARRIED:
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -415,7 +445,13 @@ def carry(source: Path | None, folder: Path) -> None:
 def checkpoint_tensors(
     config: DecoderConfig, arrays: Mapping[str, Any], dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, array) of each tensor of a checkpoint, as its files have them."""
+    """Yields (name, array) of each checkpoint tensor of a decoder's parameters.
+
+    Args:
+        config: the decoder's configuration.
+        arrays: the decoder's tensors, by their names in `tensors`.
+        dtype: the dtype of the yielded arrays.
+    """
     within = ALONE if config.image_text is None else WITHIN
     for name, entry in table(config).items():
         layers = range(entry.shape[0]) if entry.stacked else (None,)

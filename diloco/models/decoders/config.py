@@ -1,9 +1,9 @@
-"""Hugging Face's `config.json` of a decoder, read with an allow-list, and written.
+"""Reads Hugging Face's `config.json` of a decoder with an allow-list of keys, and writes it.
 
-Every key is supported, or cannot change the computed function, or must have the one value that this
-implementation computes; all other keys are refused by name. Both spellings of rotary positions are
-read: `rope_theta` with `rope_scaling`, and `rope_parameters`. A key that a file leaves out has the
-family's default.
+A key is accepted if it is supported, if it cannot change the computed function, or if it has the
+one value that this implementation computes; all other keys are refused by name. Both spellings of
+rotary positions are read: `rope_theta` with `rope_scaling`, and `rope_parameters`. A key that a
+file leaves out has the family's default.
 """
 
 import dataclasses
@@ -40,17 +40,23 @@ class DecoderConfig:
     """The hyperparameters that determine a decoder's parameters and its function.
 
     Attributes:
+        family: the family, `model_type` in the file.
         vocab: size of the vocabulary, V.
         width: width of the model, D.
         mlp_width: width of the MLP, F.
-        heads: heads of queries, H; `kv_heads`: heads of keys and values, G, which divides H.
+        heads: heads of queries, H.
+        kv_heads: heads of keys and values, G, which divides H.
         head_width: width of a head, K.
-        activation: the MLP's activation.
+        norm_eps: the number that norms add to the mean square.
+        activation: the activation of the MLP's gate, one of `ACTIVATIONS`.
         query_scale: factor of attention scores.
         tied: whether the output head is the embedding.
         sliding: for each layer, whether it attends only to the last `window` positions.
-        rope: rotary positions of full layers; `local_rope`: of layers with a sliding window.
-        logit_cap: bound of the logits, by tanh; None: no bound. `score_cap`: the same for scores.
+        window: the positions of a sliding window, a token's own included; None: no layer has one.
+        rope: rotary positions of full layers, which have no sliding window.
+        local_rope: rotary positions of layers with a sliding window.
+        logit_cap: bound of the logits, by tanh; None: no bound.
+        score_cap: bound of attention scores, by tanh; None: no bound.
         biased: matrices of a layer that have a bias, by their names in `tensors`.
         offset_norms: norms multiply by 1 + w instead of w.
         scaled_embeddings: embeddings are multiplied by the square root of their width.
@@ -58,15 +64,16 @@ class DecoderConfig:
         value_norms: values are normed, too, without weights.
         post_norms: attention and MLP each end in a norm.
         scaled_layers: a layer's output is multiplied by a number that is not trained.
-        keys_are_values: values are the keys before norm and rotation: they have no own matrix.
-        takes_keys: a layer uses keys and values of another layer, and has none of its own.
+        keys_are_values: values are the keys before norm and rotation, and have no matrix.
+        takes_keys: layers use keys and values of other layers, and compute none.
         experts: experts of each layer; None: layers have an MLP only.
         fed_width: width P of per-layer embeddings; 0: the model has none.
-        fed_vocab: rows of their table.
+        fed_vocab: rows of the table of per-layer embeddings.
         dense: numbers of a mixture's layers that have an MLP in place of experts.
         unlike: further differences between layers; None: there are none.
-        image_text: facts of the image-and-text checkpoint whose text model this is, if any.
-        tower: the vision tower, if it is among the parameters.
+        image_text: properties of the image-and-text checkpoint whose text model this decoder is;
+            None: it is of no such checkpoint.
+        tower: the vision tower; None: it is not among the parameters.
         positions: the length in tokens that the model was trained for; only copied to exports.
         tokens: ids of special tokens, by their keys in the file; only copied to exports.
     """
@@ -115,7 +122,7 @@ class DecoderConfig:
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """Reads the configuration of a folder.
+    """Returns the configuration that a folder's `config.json` describes.
 
     Raises:
         ConfigError: the file is missing or damaged, or has a key that is not supported.
@@ -124,7 +131,7 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def read_document(folder: Path) -> dict[str, Any]:
-    """Returns the content of a folder's `config.json`.
+    """Returns the content of a folder's `config.json`, unchecked.
 
     Raises:
         ConfigError: the file is missing or damaged.
@@ -171,7 +178,13 @@ def parse_config(document: Document, *, source: str) -> DecoderConfig:
 
 
 class _Parser:
-    """Parses one document."""
+    """Parses the content of one `config.json`; all methods raise ConfigErrors of invalid values.
+
+    Args:
+        family: the decoder's family.
+        document: the content.
+        source: the document's origin, for errors.
+    """
 
     def __init__(self, family: Family, document: Document, source: str) -> None:
         self._files = FAMILY_FILES[family]
@@ -182,7 +195,7 @@ class _Parser:
         self._check_keys()
 
     def config(self) -> DecoderConfig:
-        """Returns the result of `parse_config`."""
+        """Returns the configuration that the document describes."""
         heads = self._count("num_attention_heads")
         width, layers = self._count("hidden_size"), self._count("num_hidden_layers")
         kv_heads = heads
@@ -236,7 +249,7 @@ class _Parser:
         )
 
     def _take_count(self, own: str) -> None:
-        """Accepts the number of experts under any of its keys, as transformers writes only one."""
+        """Moves the number of experts to the key `own`, whichever of `EXPERT_COUNTS` has it."""
         found = {key: self._document.pop(key) for key in EXPERT_COUNTS if key in self._document}
         if len(set(found.values())) > 1:
             self._refuse(f"{' and '.join(found)} are {list(found.values())}", "make the two agree")
@@ -314,7 +327,7 @@ class _Parser:
         )
 
     def _dense(self, layers: int) -> tuple[int, ...]:
-        """Returns the layers of a mixture that have an MLP in place of experts."""
+        """Returns the numbers of a mixture's layers that have an MLP in place of experts."""
         if "mlp_only_layers" not in self._files.defaults:
             return ()
         every, named = self._count("decoder_sparse_step"), self._value("mlp_only_layers")
@@ -330,7 +343,12 @@ class _Parser:
         return tuple(dense)
 
     def _unlike(self, sliding: tuple[bool, ...], kv_heads: int) -> Unlike | None:
-        """Returns how full layers, and the last layers, differ from the others."""
+        """Returns the differences between layers; None: the family's layers do not differ so.
+
+        Args:
+            sliding: whether each layer has a sliding window.
+            kv_heads: heads of keys of layers with a sliding window.
+        """
         if "num_kv_shared_layers" not in self._files.defaults:
             return None
         if sliding[-1]:
@@ -358,7 +376,7 @@ class _Parser:
     def _of_full_layers(
         self, sliding: tuple[bool, ...], kv_heads: int, keys_are_values: bool
     ) -> tuple[int, int]:
-        """Returns the width of heads and the number of key heads of full layers."""
+        """Returns (width of a head, number of heads of keys) of layers without a sliding window."""
         each = self._document.get("per_layer_config")
         if each is None:
             given = self._value("num_global_key_value_heads") if keys_are_values else None
@@ -418,7 +436,7 @@ class _Parser:
         return sliding, self._count("sliding_window") if any(sliding) else None
 
     def _ropes(self) -> tuple[Rope, Rope]:
-        """Returns the rotary positions of full and of sliding layers."""
+        """Returns the rotary positions (of full layers, of layers with a sliding window)."""
         given = self._document.get("rope_parameters") or {}
         scaling = self._document.get("rope_scaling") or {}
         if self._files.ropes is not None:
@@ -455,7 +473,12 @@ _ANY_MODEL = "DilocoCallback trains any model of transformers (docs/library.md)"
 
 
 def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """Returns a decoder's `config.json`, with both spellings of rotary positions."""
+    """Returns the content of a decoder's `config.json`, with both spellings of rotary positions.
+
+    Args:
+        config: the decoder's configuration.
+        dtype: the dtype of the checkpoint's tensors.
+    """
     files = FAMILY_FILES[config.family]
     said = _said(config)
     document: dict[str, Any] = {
@@ -472,7 +495,7 @@ def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 
 def _said(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the values of all keys that some family has, for this decoder."""
+    """Returns a decoder's values of all keys that any family has."""
     said: dict[str, Any] = {
         "vocab_size": config.vocab,
         "hidden_size": config.width,
@@ -513,6 +536,6 @@ def _said(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _scalar(scale: float) -> float | int:
-    """Returns `query_pre_attn_scalar` for a factor of scores; an int if it is a whole number."""
+    """Returns the value of `query_pre_attn_scalar` for `query_scale`; an int if it is whole."""
     scalar = scale**-2
     return round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar

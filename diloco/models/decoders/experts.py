@@ -1,12 +1,13 @@
-"""The experts of a layer: a router chooses some for each token, and drops no token.
+"""Computes the experts of a layer: a router chooses some for each token, and drops no token.
 
-Rows are sorted by their expert. Accelerators multiply them by `jax.lax.ragged_dot`. On a CPU that
-costs as much as giving every row to each expert; there rows are multiplied in blocks, each of one
-expert's rows (ADR 97).
+A row is the input of one expert for one token. Rows are sorted by expert. Accelerators multiply
+them by `jax.lax.ragged_dot`. On a CPU that costs as much as giving every row to each expert; there
+rows are multiplied in blocks, each of rows of one expert (ADR 97).
 
-On a mesh each device routes its own rows. Experts are gathered along `fsdp`, as every matrix is,
-each is cut along `tensor`, and they are dealt out along `expert`, where rows travel to the device
-of their expert and back (ADR 101).
+On a mesh each device routes the tokens of its own part of the batch. Matrices of experts are
+gathered along the mesh axis `fsdp`, as all matrices are, and each is divided along `tensor`. Along
+`expert`, each device has some of the experts: rows are sent to the device of their expert, and
+outputs are sent back (ADR 101).
 
 Shapes: as in `model`; E experts, C of them for a token, T tokens, R = T x C rows of experts. In
 `by_blocks`, P blocks of S rows. On a mesh, P devices along `expert`, each with X = E / P experts
@@ -25,10 +26,10 @@ from jax.sharding import PartitionSpec
 from diloco.learner.tensors.mesh import ROWS, known_spec, parts_along
 from diloco.models.decoders.layer_kinds import Experts
 
-# ADAPTERS is a key beside a layer's tensors: its value has adapters by the tensors that they adapt,
-# as `lora` names them. There gate and up of an expert are one tensor.
+# ADAPTERS is a key of a layer's mapping, besides those of its tensors; its value has the layer's
+# adapters by the adapted tensors' names in `lora`, where gate and up of an expert are one tensor.
 ADAPTERS, GATE_UP, OUT = "adapters", "expert_gate_up", "expert_down"
-DOWN, UP = "a", "b"  # the two halves, as leaves are named; lora_A and lora_B elsewhere
+DOWN, UP = "a", "b"  # names of an adapter's leaves A and B, which are lora_A and lora_B in peft
 
 Activation = Callable[[jax.Array], jax.Array]
 # (rows in the order of experts [R, D], rows of each expert [E], gate, up, down) -> output [R, D].
@@ -67,11 +68,11 @@ def mixed(
     layer: Mapping[str, jax.Array],
     routed_BxLxD: jax.Array | None = None,
 ) -> tuple[jax.Array, Load]:
-    """Returns the output of experts for tokens, [B, L, D], and the experts' load.
+    """Returns (the output of the experts for each token [B, L, D], the experts' load).
 
     Args:
         experts: the number of experts, and the rule by which they are chosen.
-        activation: the activation of the gate.
+        activation: the function that is applied to the gate's output.
         x_BxLxD: the experts' input for each token.
         layer: the layer's tensors: "router" [D, E], the matrices of experts (gate and up may be one
             tensor), and perhaps "router_gain" [E], which multiplies each expert's weight.
@@ -116,7 +117,7 @@ def mixed(
 
 
 def _matrices(layer: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns gate, up and down of experts."""
+    """Returns the matrices (gate [E, D, F], up [E, D, F], down [E, F, D]) of a layer's experts."""
     if GATE_UP not in layer:
         return tuple(layer[name] for name in ("expert_gate", "expert_up", OUT))
     both_Ex2xDxF = layer[GATE_UP]
@@ -124,7 +125,7 @@ def _matrices(layer: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
 
 
 def _adapted(layer: Mapping[str, Any], dtype: Any) -> list[jax.Array]:
-    """Returns gate, up and down of experts, with their adapters added."""
+    """Returns the matrices [gate, up, down] of a layer's experts, with adapters added."""
     found = [matrix.astype(dtype) for matrix in _matrices(layer)]
     halves = layer.get(ADAPTERS, {})
 
@@ -153,9 +154,9 @@ def _mixed(
     *,
     parts: int = 1,
 ) -> tuple[jax.Array, Load]:
-    """Computes `mixed` on one device: of its own tokens, with its part of each matrix.
+    """Computes `mixed` on one device, for the device's tokens, with its part of each matrix.
 
-    With several `parts` along `expert`, the device has X experts only.
+    If `parts`, the number of devices along `expert`, is above 1, the device has X experts only.
     """
     x_TxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
     scores_TxE = routed_BxLxD.reshape(x_TxD.shape) @ router_DxE
@@ -183,7 +184,7 @@ def _mixed(
 def _own_outputs(
     activation: Activation, rows_RxD: jax.Array, sizes_E: jax.Array, *matrices: jax.Array
 ) -> jax.Array:
-    """Returns the output of each row's expert, [R, D]; the platform decides by which way."""
+    """Returns the output of each row's expert, [R, D]: `by_blocks` on CPUs, else `by_groups`."""
     output_RxD: jax.Array = jax.lax.platform_dependent(
         rows_RxD,
         sizes_E,
@@ -202,9 +203,15 @@ def _exchanged_outputs(
     sizes_E: jax.Array,
     *matrices: jax.Array,
 ) -> jax.Array:
-    """Returns the output of each row's expert, computed on the device that has the expert.
+    """Returns the output of each row's expert, [R, D], computed on the device of the expert.
 
-    A device has `most` places for the rows of each device, as many as can come: no row is dropped.
+    Args:
+        outputs_of: computes the outputs of rows whose experts are on this device.
+        parts: the number of devices along `expert`, P.
+        most: the greatest number of rows that one device can send to another, S; no row is dropped.
+        rows_RxD: this device's rows, in the order of their experts.
+        sizes_E: the number of these rows of each expert.
+        matrices: gate, up and down of the experts on this device.
     """
     # The number of rows of each expert, by sender and by the device that has the expert.
     sizes_PxPxX = jax.lax.all_gather(sizes_E, "expert").reshape(parts, parts, -1)
@@ -223,13 +230,14 @@ def _exchanged_outputs(
 
 
 class _Journey(NamedTuple):
-    """The way of rows along `expert` to the devices of their experts, and back.
+    """Sends rows to the devices of their experts along the mesh axis `expert`, and outputs back.
 
-    XLA for CPUs has no ragged exchange: there `most` rows travel to each device, used or not.
+    XLA for CPUs has no ragged exchange: there each device sends `most` rows to each other, whether
+    they are used or not.
 
     Attributes:
         here: this device's index along the axis.
-        most: S.
+        most: the greatest number of rows from one device to another, S.
         rows: the number of rows from each device to each device, [sender P, receiver P].
     """
 
@@ -243,7 +251,10 @@ class _Journey(NamedTuple):
         return jnp.cumsum(self.rows, 1) - self.rows
 
     def there(self, rows_RxD: jax.Array) -> jax.Array:
-        """Returns the rows from each device, [P, S, D]; rows beyond its number are unused."""
+        """Sends this device's rows; returns the rows that come from each device, [P, S, D].
+
+        Of sender p the first rows[p, here] rows are used.
+        """
         parts, begins_P = len(self.rows), self._begins[self.here]
 
         def ragged(rows_RxD: jax.Array) -> Any:
@@ -267,7 +278,12 @@ class _Journey(NamedTuple):
         return come
 
     def back(self, output_PxSxD: jax.Array, like_RxD: jax.Array) -> jax.Array:
-        """Returns the outputs of rows, [R, D], in the order in which the rows left."""
+        """Sends outputs back to the rows' senders; returns the outputs of this device's own rows.
+
+        Args:
+            output_PxSxD: output of each row that `there` returned, in the same order.
+            like_RxD: this device's own rows; the result has their order, shape and dtype.
+        """
         parts, begins_P = len(self.rows), self._begins[self.here]
 
         def ragged(output_PxSxD: jax.Array) -> Any:
@@ -300,7 +316,16 @@ def by_groups(
     up_ExDxF: jax.Array,
     down_ExFxD: jax.Array,
 ) -> jax.Array:
-    """Returns the output of each row's expert, [R, D]; rows are sorted by expert."""
+    """Returns the output of each row's expert, [R, D], by ragged products.
+
+    Args:
+        activation: the function that is applied to the gate's output.
+        rows_RxD: the rows, sorted by expert.
+        sizes_E: the number of rows of each expert.
+        gate_ExDxF: the experts' matrices gate.
+        up_ExDxF: the experts' matrices up.
+        down_ExFxD: the experts' matrices down.
+    """
     multiply = partial(jax.lax.ragged_dot, group_sizes=sizes_E)
     h_RxF = activation(multiply(rows_RxD, gate_ExDxF)) * multiply(rows_RxD, up_ExDxF)
     return multiply(h_RxF, down_ExFxD)
@@ -316,14 +341,17 @@ def by_blocks(
     *,
     size: int | None = None,
 ) -> jax.Array:
-    """Computes `by_groups` in blocks of one expert each; its last block may be partly empty."""
+    """Returns what `by_groups` returns, computed in blocks of `size` rows of one expert.
+
+    An expert's last block may be partly empty. `size` None: `block_rows`.
+    """
     count, experts = rows_RxD.shape[0], sizes_E.shape[0]
     size = size or block_rows(count, experts)
     blocks = -(-count // size) + experts
     until_E = jnp.cumsum(-(-sizes_E // size))
     expert_P = jnp.clip(jnp.searchsorted(until_E, jnp.arange(blocks), side="right"), 0, experts - 1)
 
-    # For each row: its expert, and its place among that expert's rows.
+    # For each row: its expert, and its index in the blocks of that expert.
     ends_E = jnp.cumsum(sizes_E)
     expert_R = jnp.searchsorted(ends_E, jnp.arange(count), side="right")
     before_R = jnp.arange(count) - (ends_E - sizes_E)[expert_R]
@@ -341,5 +369,8 @@ def by_blocks(
 
 
 def block_rows(rows: int, experts: int) -> int:
-    """Returns S, rows / experts: then there are at most twice as many blocks as experts."""
+    """Returns the rows of a block, S: rows / experts, but at least 8.
+
+    So there are at most about twice as many blocks as experts.
+    """
     return max(8, rows // experts)

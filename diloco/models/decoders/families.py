@@ -1,6 +1,6 @@
-"""The rules for each family's `config.json`: allowed and optional keys, and the layers they give.
+"""Defines the families of decoders: the keys of their `config.json`, and features of their layers.
 
-A family is a row of `FAMILY_FILES`.
+A family has a row in `FAMILY_FILES`, by the `model_type` of its files.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ Family = Literal[
     "mixtral",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
-# (function: key -> value, number of layers) -> whether each layer has a sliding window.
+# (function that returns a key's value, number of layers) -> for each layer, whether it has a
+# sliding window.
 Sliding = Callable[[Callable[[str], Any], int], list[bool]]
 
 # Keys without effect on the computed function: the file's origin, generation, initialization.
@@ -77,7 +78,7 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
 }
 # The keys for the number of experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-# Keys for which null is a value; for others it means that the key is left out.
+# Keys for which null is a value; for other keys null means that the key is left out.
 NULL = frozenset(
     {
         "num_key_value_heads",

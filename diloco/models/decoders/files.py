@@ -1,7 +1,7 @@
 """Reads and writes a task's parameters as folders that other libraries load.
 
-Without adapters, a folder is a checkpoint. With adapters, it is an adapter of `peft`; or a
-checkpoint into which the adapters are merged.
+Without adapters, the folder is a checkpoint of transformers. With adapters, it is an adapter of
+`peft`; or a checkpoint of the base model with the adapters merged in.
 """
 
 import dataclasses
@@ -43,12 +43,12 @@ _PEFT_NAMES = {DOWN: "lora_A", UP: "lora_B"}
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFace:
-    """Reads and writes a task's parameters in Hugging Face's format.
+    """Reads and writes a decoder's parameters as checkpoints; the `Files` of a task.
 
     Attributes:
         config: the decoder's configuration.
-        source: the folder that the task names, if any.
-        fresh: whether parameters begin at random although there is a folder.
+        source: the folder that the task names; None: it names none.
+        fresh: whether the first parameters are random although `source` has tensors.
     """
 
     config: DecoderConfig
@@ -57,7 +57,7 @@ class HuggingFace:
 
     @property
     def first(self) -> Path | None:
-        """Works as `task.Files.first`.
+        """The folder with the run's first parameters; None: they are random.
 
         Raises:
             ConfigError: the folder lacks tensors of an image-and-text checkpoint that exports copy.
@@ -71,7 +71,14 @@ class HuggingFace:
         return source
 
     def read(self, folder: Path) -> Mapping[str, Any]:
-        """Implements `task.Files.read`; makes experts from a dense checkpoint if needed."""
+        """Returns the tensors of a checkpoint's folder, by name; reads no values yet.
+
+        If the decoder has experts and the checkpoint is dense, the experts are made from the
+        checkpoint (`upcycling`).
+
+        Raises:
+            ConfigError: a file is missing or damaged, or does not fit the configuration.
+        """
         if self.config.experts is not None and (folder / CONFIG).exists():
             there = read_config(folder)
             if there.experts is None:
@@ -79,12 +86,21 @@ class HuggingFace:
         return checkpoint.read_checkpoint(folder, self.config)
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
-        """Works as `task.Files.write`."""
+        """Writes a checkpoint to a new folder.
+
+        Args:
+            folder: a new or empty folder.
+            leaves: the decoder's tensors, by name.
+            dtype: the dtype of the written tensors, by its name in `DTYPES`.
+
+        Raises:
+            ConfigError: the folder cannot be written; nothing is left of it.
+        """
         checkpoint.write_checkpoint(folder, self.config, leaves, dtype=dtype, beside=self.source)
 
 
 def require_weights(source: Path) -> Path:
-    """Returns the folder that a task names, after checking that it has tensors.
+    """Returns `source`, the folder that a task names, after checking that it has tensors.
 
     Raises:
         TaskError: the folder has no tensors.
@@ -100,13 +116,13 @@ def require_weights(source: Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
-    """Reads and writes adapters as `peft` does, or a checkpoint with them merged in.
+    """Reads and writes adapters in `peft`'s format; the `Files` of a task with adapters.
 
     Attributes:
-        config: the decoder's configuration.
+        config: configuration of the decoder, the base of the adapters.
         lora: the adapters' hyperparameters.
-        source: the base's folder.
-        name: the base's name in the task, by which `peft` finds it.
+        source: the base's folder; None: the base has random parameters.
+        name: the base's name in the task, by which `peft` finds the base.
     """
 
     config: DecoderConfig
@@ -116,14 +132,15 @@ class Adapters:
 
     @property
     def first(self) -> Path | None:
-        """Returns None: adapters begin by `init`, not from a folder."""
+        """None: the first adapters come from `Task.init`, not from a folder."""
         return None
 
     def read(self, folder: Path) -> Mapping[str, Any]:
-        """Reads the adapters of a folder such as `write` makes.
+        """Returns the adapters in a folder of `peft`, float32, by the names of the task's leaves.
 
         Raises:
-            ConfigError: a file is missing, or has other adapters.
+            ConfigError: a file is missing or damaged, or has adapters of other matrices or with
+                other hyperparameters.
         """
         self._check_document(folder)
         path = folder / ADAPTER
@@ -155,10 +172,16 @@ class Adapters:
         }
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
-        """Implements `task.Files.write`: writes the adapters without their base.
+        """Writes the adapters without their base.
+
+        Args:
+            folder: a new or empty folder.
+            leaves: trained leaves, by name.
+            dtype: the dtype of the written tensors, by its name in `DTYPES`.
 
         Raises:
-            ConfigError: the folder cannot be written; nothing is left of it.
+            ConfigError: the base has no folder; or `folder` cannot be written, and nothing is left
+                of it.
         """
         if self.source is None:
             raise ConfigError(
@@ -181,8 +204,8 @@ class Adapters:
 
         Args:
             folder: a new or empty folder.
-            leaves: trained and frozen leaves.
-            dtype: the dtype of the checkpoint's tensors.
+            leaves: trained and frozen leaves, by name.
+            dtype: the dtype of the checkpoint's tensors, by its name in `DTYPES`.
 
         Raises:
             ConfigError: the folder cannot be written; nothing is left of it.
@@ -205,7 +228,7 @@ class Adapters:
         checkpoint.write_checkpoint(folder, self.config, whole, dtype=dtype, beside=self.source)
 
     def _halves(self) -> list[tuple[str, TensorEntry, str]]:
-        """Returns (leaf's name, the matrix that it adapts, half A or B) for all leaves."""
+        """Returns (leaf's name, matrix that it adapts, `DOWN` for A or `UP` for B) of each leaf."""
         return [
             (f"{TRAINED}{entry.name}/{half}", entry, half)
             for entry in targets_of(self.config, self.lora)
@@ -213,12 +236,17 @@ class Adapters:
         ]
 
     def _names(self, entry: TensorEntry, half: str) -> list[str]:
-        """Returns the names of one half in all layers of a group, in `peft`'s format."""
+        """Returns the names, in `peft`'s files, of A or B of a matrix in each layer of its group.
+
+        Args:
+            entry: the matrix.
+            half: `DOWN` for A, `UP` for B.
+        """
         name = entry.checkpoint_name.removesuffix(".weight")
         if self.config.image_text is not None:
             name = WITHIN + name.removeprefix(ALONE)
         if _of_experts(entry):
-            # In peft, the adapter of a module's second parameter wraps that of the first.
+            # In peft, the adapter of a module's second parameter wraps the adapter of the first.
             inner = kind_of(entry) == GATE_UP and OUT in self.lora.targets
             name = name.rpartition(".")[0] + (".base_layer" if inner else "")
         end = f"{_PEFT_NAMES[half]}.weight"
@@ -247,16 +275,16 @@ class Adapters:
             "inference_mode": True,
         }
         if parameters:
-            # The name within a layer: that of the layers' module is not the same everywhere.
+            # Names within a layer, as the name of the layers' module differs between checkpoints.
             within = [one.checkpoint_name.partition("{}.")[2] for one in parameters.values()]
             document["target_parameters"] = within
         return document
 
     def _check_document(self, folder: Path) -> None:
-        """Refuses adapters with other hyperparameters.
+        """Checks that the adapters in a folder have this task's hyperparameters.
 
         Raises:
-            ConfigError: a hyperparameter differs, or the file is missing.
+            ConfigError: a hyperparameter differs, or the file of hyperparameters is missing.
         """
         path = folder / ADAPTER_CONFIG
         try:
@@ -294,7 +322,7 @@ def _to_peft(entry: TensorEntry, values: np.ndarray, half: str) -> np.ndarray:
 
 
 def _from_peft(entry: TensorEntry, half: str, values: np.ndarray) -> np.ndarray:
-    """Converts back from the format of `_to_peft`."""
+    """Converts A or B of one layer from `peft`'s format: the inverse of `_to_peft`."""
     if not _of_experts(entry):
         return values.T
     experts = entry.shape[1]
@@ -304,15 +332,15 @@ def _from_peft(entry: TensorEntry, half: str, values: np.ndarray) -> np.ndarray:
 
 
 class LazyFrozenLeaf:
-    """A frozen leaf of a checkpoint; its values are read when they are needed.
+    """A frozen leaf of a checkpoint, as an array whose values are read when it is indexed.
 
     Args:
-        rows: reads the leaf's rows in float32.
-        dtype: the dtype in memory.
+        rows: the tensor of the checkpoint, which reads rows in float32.
+        dtype: the dtype of the values that indexing returns.
 
     Attributes:
         shape: shape of the whole leaf.
-        dtype: the dtype in memory.
+        dtype: as given.
     """
 
     def __init__(self, rows: Rows | LayersOf, dtype: np.dtype) -> None:
@@ -344,11 +372,16 @@ class LazyFrozenLeaf:
 
 
 def read_base(source: Path, config: DecoderConfig, dtype: str) -> Params:
-    """Returns a folder's base as the task's frozen tree; reads no values yet.
+    """Returns the tensors of a base checkpoint as a tree of frozen leaves; reads no values yet.
+
+    Args:
+        source: the checkpoint's folder.
+        config: the decoder's configuration.
+        dtype: the dtype in memory of all leaves but norms and gains of experts (`base_dtypes`).
 
     Raises:
-        ConfigError: as `checkpoint.read_checkpoint`.
-        TaskError: as `require_weights`.
+        ConfigError: a file is missing or damaged, or does not fit the configuration.
+        TaskError: the folder has no tensors.
     """
     rows = checkpoint.read_checkpoint(require_weights(source), config)
     held = base_dtypes(config, dtype)

@@ -199,7 +199,7 @@ def _step(
     Args:
         stage: the stage.
         blocks: the function that computes one layer of a group, by the group's name.
-        taken: keys and values for layers that compute none, by the name of the group they are of.
+        taken: keys and values for layers that compute none, by the group that computed them.
         carry: (the layers' input, last keys and values of each group that keeps some).
         scanned: tensors and further inputs of this repetition, [S, ...], by group.
 

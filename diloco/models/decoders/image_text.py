@@ -1,10 +1,10 @@
 """Reads the configuration of image-and-text checkpoints, whose text model is what is trained.
 
 Such a checkpoint has a text model, towers (a vision and an audio encoder), and matrices that turn
-the towers' outputs into embeddings for the text model. An image, a video frame or a sound takes the
-place of tokens with an id of its own, called soft tokens. `config.json` has the text model's keys
-under `text_config`, and the names of the text model's tensors begin with `WITHIN`. All other
-tensors are copied from the folder into every export, bit for bit (ADR 100).
+the towers' outputs into embeddings for the text model. In a row of tokens, placeholder ids called
+soft tokens stand for images, video frames and sounds. `config.json` has the text model's keys under
+`text_config`, and the names of the text model's tensors begin with `WITHIN`. All other tensors are
+copied from the folder into every export, bit for bit (ADR 100).
 """
 
 import dataclasses

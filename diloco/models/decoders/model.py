@@ -1,10 +1,10 @@
 """A decoder-only transformer of the families of `config`: pure functions over a tree of arrays.
 
-It has pre-norm blocks with rotary positions, grouped-query attention and a gated MLP or experts;
-further features are attributes of the configuration. `groups.scan_layers` runs the blocks.
+The decoder has pre-norm blocks with rotary positions, grouped-query attention and a gated MLP or
+experts; further features are attributes of the configuration. `groups.scan_layers` runs the blocks.
 
-Documents that are packed into one row have different segments: attention stays within a segment,
-and positions begin at 0 in each. Segment 0 is padding, which has no loss.
+Documents that are packed into one row have different segment numbers: attention stays within a
+segment, and positions begin at 0 in each segment.
 
 Shapes: B batch, L positions (M: positions attended to), D model width, H heads, G heads of keys and
 values, K width of a head, F width of the MLP, V vocabulary, N layers, P width of a per-layer
@@ -45,12 +45,12 @@ Product = Callable[[str, jax.Array, Mapping[str, jax.Array]], jax.Array]
 
 
 class Compute(NamedTuple):
-    """Options of the computation, which change only rounding and memory.
+    """Options of the computation, which change nothing but rounding, memory and time.
 
     Attributes:
         dtype: dtype of activations and products; norms, softmax, logits and loss are float32.
-        remat: recompute each block in the backward pass.
-        attention: the kind of attention (`attention.make_attention`).
+        remat: whether to recompute each block in the backward pass.
+        attention: what computes attention: the `kind` of `attention.make_attention`.
     """
 
     dtype: str = "float32"
@@ -62,7 +62,7 @@ DEFAULT = Compute()
 
 
 class Forward(NamedTuple):
-    """The output of the blocks.
+    """The result of running a decoder's blocks.
 
     Attributes:
         hidden: the normed output of the last block, [B, L, D].
@@ -108,7 +108,13 @@ def _initial(config: DecoderConfig, name: str, shape: tuple[int, ...], key: jax.
 
 
 def plain_product(name: str, x_BxLxI: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
-    """Multiplies by a layer's matrix, and adds its bias if it has one."""
+    """Returns the product of `x` and a layer's matrix, plus the matrix's bias if it has one.
+
+    Args:
+        name: the matrix's name.
+        x_BxLxI: the input.
+        layer: the layer's tensors by name.
+    """
     y_BxLxO = x_BxLxI @ layer[name].astype(x_BxLxI.dtype)
     bias_O = layer.get(name + BIAS)
     return y_BxLxO if bias_O is None else y_BxLxO + bias_O.astype(y_BxLxO.dtype)
@@ -121,7 +127,7 @@ def head_of(config: DecoderConfig, params: Params) -> jax.Array:
 
 
 def capped(config: DecoderConfig, logits: jax.Array) -> jax.Array:
-    """Bounds logits by the configuration's `logit_cap`, if any."""
+    """Returns logits bounded to +-`config.logit_cap` by tanh; unchanged if that is None."""
     if config.logit_cap is None:
         return logits
     return jnp.tanh(logits / config.logit_cap) * config.logit_cap
@@ -170,9 +176,11 @@ def forward(
         segments_BxL: segment of each token, int; a token attends only within its segment. None:
             each row is one segment.
         compute: options of the computation.
-        product: the function that multiplies by a matrix of a layer, and adds its adapter's part.
-        beside: the adapters' parameters; None: there are no adapters.
-        images: embeddings that take the places of the image tokens; None: there are no images.
+        product: the function that multiplies by a matrix of a layer, and adds the product of the
+            matrix's adapter if there is one.
+        beside: the adapters, as a tree to be joined with that of the layers' tensors; None: there
+            are no adapters.
+        images: embeddings of the image tokens; None: there are no images.
 
     Raises:
         TaskError: rows are longer than the rotary positions are defined for.
@@ -206,7 +214,7 @@ def forward(
 
 
 def joined(one: Params, other: Params) -> Params:
-    """Returns two trees of dictionaries as one."""
+    """Returns the union of two trees of nested dictionaries; where both have a leaf, `one`'s."""
     if not isinstance(one, dict):
         return one
     return {
@@ -222,7 +230,7 @@ def _embedded(
     compute: Compute,
     images: SoftTokens | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the first layer's input, and the per-layer embeddings (None: there are none)."""
+    """Returns (the first layer's input, the per-layer embeddings or None if there are none)."""
     whole, soft_BxLx1, given_BxL = config.image_text, None, tokens_BxL
     if whole is not None:
         soft_BxLx1 = jnp.isin(tokens_BxL, jnp.asarray(whole.soft))[..., None]
@@ -269,7 +277,7 @@ def _check_length(config: DecoderConfig, length: int) -> None:
 
 
 def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[Turns, Turns]:
-    """Returns the rotations of sliding and of full layers, equal if layers are of one kind."""
+    """Returns rotations (of sliding layers, of full layers); equal if all are of one kind."""
     full = near = None
     if not all(config.sliding):
         full = turns_of(config.rope, config.head_width, positions_BxL)
@@ -280,7 +288,7 @@ def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[Turns, Turns
 
 
 def _positions(segments_BxL: jax.Array) -> jax.Array:
-    """Returns the position of each token in its document, int [B, L]."""
+    """Returns the position of each token in its segment, from 0 on, int [B, L]."""
     place_BxL = jnp.broadcast_to(jnp.arange(segments_BxL.shape[1]), segments_BxL.shape)
     begins_BxL = jnp.diff(segments_BxL, axis=1, prepend=segments_BxL[:, :1] - 1) != 0
     first_BxL = jax.lax.cummax(jnp.where(begins_BxL, place_BxL, 0), axis=1)
@@ -288,7 +296,10 @@ def _positions(segments_BxL: jax.Array) -> jax.Array:
 
 
 def turns_of(rope: Rope, width: int, positions_BxL: jax.Array) -> Turns:
-    """Returns the rotation of `width` numbers of a head at each position."""
+    """Returns the rotation of `width` numbers of a head at each position.
+
+    The result has cosines and sines multiplied by `rope.amplitude`.
+    """
     frequencies_K2 = rope.frequencies(width)
     angles_BxLxK2 = positions_BxL[..., None].astype(jnp.float32) * frequencies_K2
     return Turns(rope.amplitude * jnp.cos(angles_BxLxK2), rope.amplitude * jnp.sin(angles_BxLxK2))
@@ -303,16 +314,18 @@ def layer_of(
     product: Product,
     taken: KeysAndValues | None,
 ) -> tuple[jax.Array, KeysAndValues, Load | None]:
-    """Computes one layer; returns its output, keys and values, and its experts' load.
+    """Computes one layer; returns (its output, its keys and values, the load of its experts).
+
+    The load is None without experts.
 
     Args:
         config: the configuration of a decoder whose layers are all alike.
         x_BxLxD: the layer's input.
         layer: the layer's tensors, by their names in `tensors`.
-        turns: rotations, each of an equal part of a head.
+        turns: rotations; with several, each rotates an equal part of a head.
         attend: the function of (queries, keys, values) that computes attention.
         product: the function that multiplies by a matrix of the layer.
-        taken: another layer's keys and values, if this layer uses them; None: its own.
+        taken: keys and values of another layer, if `config.takes_keys`; else they are not used.
     """
     given_BxLxD = norm(config, x_BxLxD, layer["attn_norm"])
     q_BxLxHxK, *own = _heads(config, given_BxLxD, layer, turns, product, taken)
@@ -342,7 +355,7 @@ def _heads(
     product: Product,
     taken: KeysAndValues | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns rotated queries [B, L, H, K] and keys, and values, [B, L, G, K] each."""
+    """Returns (rotated queries [B, L, H, K], rotated keys [B, L, G, K], values [B, L, G, K])."""
 
     def heads(name: str) -> jax.Array:
         rows_BxLxHK = constrain(product(name, x_BxLxD, layer), ROWS, None, "tensor")
@@ -363,7 +376,7 @@ def _heads(
 
 
 def _rotate(x_BxLxHxK: jax.Array, turns: tuple[Turns, ...]) -> jax.Array:
-    """Rotates heads; each of several rotations applies to an equal part of a head."""
+    """Returns rotated heads; each of several rotations rotates an equal part of a head."""
     if len(turns) == 1:
         return _turned(x_BxLxHxK, turns[0])
     parts = jnp.split(x_BxLxHxK, len(turns), axis=-1)
@@ -371,7 +384,7 @@ def _rotate(x_BxLxHxK: jax.Array, turns: tuple[Turns, ...]) -> jax.Array:
 
 
 def _turned(x_BxLxHxK: jax.Array, turns: Turns) -> jax.Array:
-    """Rotates each pair (x[i], x[i + K/2]) of every head by its position's angle."""
+    """Returns `x`, with each pair (x[i], x[i + K/2]) of a head rotated by its position's angle."""
     cos_BxLx1xK2 = turns.cos[:, :, None].astype(x_BxLxHxK.dtype)
     sin_BxLx1xK2 = turns.sin[:, :, None].astype(x_BxLxHxK.dtype)
     a, b = jnp.split(x_BxLxHxK, 2, axis=-1)
@@ -382,7 +395,7 @@ def _turned(x_BxLxHxK: jax.Array, turns: Turns) -> jax.Array:
 def _mlp_and_experts(
     config: DecoderConfig, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array], product: Product
 ) -> tuple[jax.Array, Load | None]:
-    """Returns the output of the MLP, of experts, or their sum; and the load of experts."""
+    """Returns (the output of the MLP, of the experts or of both together; the experts' load)."""
     given_BxLxD = norm(config, x_BxLxD, layer["mlp_norm"])
     if config.experts is None:
         return _mlp(config, given_BxLxD, layer, product), None
@@ -407,7 +420,14 @@ def _mlp(
 
 
 def norm(config: DecoderConfig, x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
-    """Divides `x` by its root mean square along the last axis, computed at least in float32."""
+    """Returns `x` over its root mean square along the last axis, computed at least in float32.
+
+    Args:
+        config: the decoder's configuration.
+        x: the input.
+        weight: numbers w by which the result is multiplied along the last axis; with
+            `config.offset_norms` by 1 + w. None: by 1.
+    """
     x32 = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     root = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
     if weight is None:
@@ -416,7 +436,7 @@ def norm(config: DecoderConfig, x: jax.Array, weight: jax.Array | None = None) -
     return (x32 * root * scale).astype(x.dtype)
 
 
-# A smaller vocabulary is one part; larger ones are divided into equal parts below this size.
+# The most rows of a head for which logits are computed at once; a larger head is divided equally.
 MOST_ROWS = 40_000
 
 
@@ -469,10 +489,10 @@ def _reduce(
     head_TxRxD: jax.Array,
     first: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Reduces the logits of some rows of the head to their log-sum-exp and the target's logit.
+    """Computes the logits of some rows of the head; returns (log-sum-exp, logit of the target).
 
-    Each is float32 [1, B, L]; the latter is 0 if the target is not among these rows. Row [t, r] is
-    row t * stride + first + r of the head.
+    Each is float32 [1, B, L]; the target's logit counts as 0 if the target is not among these rows.
+    Row [t, r] of `head_TxRxD` is row t * stride + first + r of the whole head.
     """
     cuts, rows, _ = head_TxRxD.shape
     logits_BxLxTxR = jnp.einsum(

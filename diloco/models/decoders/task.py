@@ -1,6 +1,6 @@
-"""The task that trains a decoder of a published family, from a checkpoint or anew, on tokens.
+"""The task that trains a decoder of a published family on tokens.
 
-Shapes: as in `model`.
+The first parameters are those of a checkpoint, or random. Shapes: as in `model`.
 """
 
 import dataclasses
@@ -85,7 +85,16 @@ from diloco.models.decoders.vision import (
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Rows of the data's folders; they are read only when the task trains or evaluates."""
+    """The rows of the data's folders, which are opened when the task first trains or evaluates.
+
+    Attributes:
+        look: opens the folders.
+        seed: seed of the order of training rows.
+        batch: rows in a batch.
+        shares: shares of an epoch; 0: learners do not divide epochs.
+        workers: processes that read the data.
+        held_out: about how many held-out rows to evaluate on.
+    """
 
     look: Callable[[], TokenFolders]
     seed: int
@@ -270,10 +279,15 @@ def build(
 def _held_out_loss(
     sums_of_row: Callable[[Params, Batch], "LossSums"], rows: _Rows, params: Params
 ) -> float:
-    """Returns the mean loss of the held-out rows' tokens that are trained on.
+    """Returns the mean loss, in nats, over the tokens of held-out rows that would be trained on.
+
+    Args:
+        sums_of_row: (parameters, batch of one row) -> sums of the losses.
+        rows: the rows.
+        params: the parameters.
 
     Raises:
-        TaskError: no held-out token is trained on.
+        TaskError: the held-out rows have no such token.
     """
     sums = [sums_of_row(params, row) for row in rows.unseen]
     if not (learned := sum(int(one.learned) for one in sums)):
@@ -289,7 +303,17 @@ def _files_of(whole: HuggingFace, chosen: Chosen | None, dtype: str) -> Files:
 
 
 def _config_of(model: str, source: Path | None, images: ImageOptions | None) -> DecoderConfig:
-    """Returns the decoder's configuration; with the vision tower where there are images."""
+    """Returns the decoder's configuration; with the vision tower if `images` is given.
+
+    Args:
+        model: the option `model`: a folder, or a published size.
+        source: the folder; None: `model` is a published size.
+        images: the option `images`.
+
+    Raises:
+        ConfigError: the configuration is missing, or not supported.
+        TaskError: `images` does not fit the tower.
+    """
     config = size_named(model) if source is None else read_config(source)
     if images is None:
         return config
@@ -303,7 +327,18 @@ def _config_of(model: str, source: Path | None, images: ImageOptions | None) -> 
 def _chosen(
     config: DecoderConfig, adapters: Lora | None, trained: Patterns, frozen: Patterns | None
 ) -> Chosen | None:
-    """Returns the choice of tensors to train; None: all, or adapters alone."""
+    """Returns the choice of tensors to train; None: all are trained, or adapters alone.
+
+    Args:
+        config: the decoder's configuration.
+        adapters: the adapters; None: there are none.
+        trained: the option `trained`.
+        frozen: the option `frozen`.
+
+    Raises:
+        TaskError: tensors are chosen besides adapters, a pattern fits no tensor, or no tensor is
+            left to train.
+    """
     if adapters is not None and (tuple(trained), frozen) == (("*",), None):
         return None
     if frozen is None:
@@ -322,10 +357,14 @@ def _chosen(
 
 @dataclasses.dataclass(frozen=True)
 class InPart:
-    """Files of a decoder of which some tensors are frozen; `whole` reads and writes all.
+    """Reads and writes a decoder's parameters of which some are frozen; the `Files` of a task.
+
+    Leaves are named as in `Variables`: "trained/" or "frozen/", then the tensor's name.
 
     Attributes:
-        dtypes: of frozen tensors.
+        whole: reads and writes all tensors.
+        chosen: selects the trained tensors.
+        dtypes: dtype in memory of each frozen tensor, by name.
     """
 
     whole: HuggingFace
@@ -334,11 +373,11 @@ class InPart:
 
     @property
     def first(self) -> Path | None:
-        """As `task.Files.first`."""
+        """The folder with the run's first parameters; None: they are random."""
         return self.whole.first
 
     def read(self, folder: Path) -> Mapping[str, Any]:
-        """As `task.Files.read`."""
+        """Returns the tensors of a checkpoint's folder, by leaf; reads no values yet."""
         rows = self.whole.read(folder)
         return {TRAINED + name: rows[name] for name in rows if self.chosen(name)} | {
             FROZEN + name: LazyFrozenLeaf(rows[name], self.dtypes[name])
@@ -347,7 +386,7 @@ class InPart:
         }
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
-        """As `task.Files.write`."""
+        """Writes trained and frozen leaves as a checkpoint to a new folder, in `dtype`."""
         own = {name.partition("/")[2]: leaf for name, leaf in leaves.items()}
         self.whole.write(folder, own, dtype)
 
@@ -377,7 +416,10 @@ def _init(
 def _flops_per_token(
     config: DecoderConfig, adapters: Lora | None, chosen: Chosen | None, length: int
 ) -> float:
-    """Returns `Task.flops_per_token`; in the backward pass a frozen matrix counts only once."""
+    """Returns floating-point operations to train on one token, in rows of `length` tokens.
+
+    Frozen matrices have no gradient of their own, which saves a third of their operations.
+    """
     whole = operations(config, length)
     if chosen is not None:
         return whole - 2.0 * multiplied(config, lambda name: not chosen(name))
@@ -387,7 +429,7 @@ def _flops_per_token(
 
 
 def _trained_on(config: DecoderConfig, sums: "LossSums") -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns a step's loss, with the load-balancing loss of experts, and its further scalars."""
+    """Returns (a step's loss, with the load-balancing loss of experts; further scalars by name)."""
     if config.experts is None or sums.load is None:
         return sums.mean(), {}
     measured = {"experts_busiest": sums.load.busiest(), "experts_loss": sums.load.loss()}
@@ -395,11 +437,11 @@ def _trained_on(config: DecoderConfig, sums: "LossSums") -> tuple[jax.Array, dic
 
 
 class LossSums(NamedTuple):
-    """Cross entropy over tokens that are trained on, in nats, and their number; scalars.
+    """Sums over a batch's predictions of tokens that are trained on.
 
     Attributes:
-        losses: the sum of the cross entropies.
-        learned: the number of tokens that are trained on.
+        losses: the sum of their cross entropies, in nats, a scalar.
+        learned: the number of these predictions, a scalar.
         load: the experts' load over all tokens; None without experts.
     """
 
@@ -408,7 +450,7 @@ class LossSums(NamedTuple):
     load: Load | None
 
     def mean(self) -> jax.Array:
-        """The mean loss of a token that is trained on, in nats; 0 if there is none."""
+        """Returns the mean cross entropy, in nats; 0 if there is no such prediction."""
         return self.losses / jnp.maximum(1, self.learned)
 
 
@@ -417,7 +459,12 @@ def _windows_of(batch: Batch) -> Any:
 
 
 def learned_of(windows_BxL1: Any, end: int | None) -> jax.Array:
-    """Returns which of a window's L predictions are trained on, bool[B, L]."""
+    """Returns which of each window's L predictions are trained on, bool [B, L].
+
+    Args:
+        windows_BxL1: windows in which ~t, below 0, is a token t that is not trained on.
+        end: the token that ends a document; None: each row is one document.
+    """
     # Nothing is predicted from a document's end token: the next token is of another document.
     learned_BxL: jax.Array = windows_BxL1[:, 1:] >= 0
     if end is None:
@@ -426,7 +473,7 @@ def learned_of(windows_BxL1: Any, end: int | None) -> jax.Array:
 
 
 def tokens_of(windows_BxL1: Any) -> jax.Array:
-    """Returns the tokens of windows in which ~t, below 0, is a token t without a loss."""
+    """Returns the token ids of windows in which ~t, below 0, is a token t not trained on."""
     return jnp.where(windows_BxL1 < 0, ~windows_BxL1, windows_BxL1)
 
 
@@ -439,7 +486,7 @@ def loss_sums(
     end: int | None,
     beside: AdapterParams = ALONE,
 ) -> LossSums:
-    """Returns the loss of a batch.
+    """Runs a decoder on a batch, and returns sums of its losses.
 
     Args:
         config: the decoder's configuration.
@@ -448,7 +495,7 @@ def loss_sums(
             `Pictured`, windows with images.
         compute: options of the computation.
         end: the token that ends a document; None: each row is one document.
-        beside: the arguments for adapters.
+        beside: the arguments of `model.forward` for adapters.
     """
     windows_BxL1, images = _windows_of(batch), None
     if isinstance(batch, Pictured):
@@ -469,7 +516,14 @@ def loss_sums(
 
 
 def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
-    """Returns how Muon orthogonalizes a tensor: each layer and expert apart; None: it does not."""
+    """Returns how Muon divides a tensor into matrices; None: Adam updates the tensor.
+
+    Each layer, and each expert, is a matrix of its own.
+
+    Args:
+        name: the tensor's name.
+        shape: the tensor's shape.
+    """
     if not name.removeprefix(TOWER).startswith(LAYERS) or len(shape) < 3:
         return None
     return Matrices(shape, inputs=(len(shape) - 2,), outputs=(len(shape) - 1,))
@@ -478,7 +532,16 @@ def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
 def partition_of(
     config: DecoderConfig, adapters: Lora | None, name: str, shape: tuple[int, ...]
 ) -> PartitionSpec:
-    """Returns a tensor's partition over a learner's mesh, by kinds of axes; vectors stay whole."""
+    """Returns a tensor's partition over a learner's mesh, by the kinds of its axes.
+
+    Vectors stay whole.
+
+    Args:
+        config: the decoder's configuration.
+        adapters: the adapters; None: there are none.
+        name: the tensor's name; of an adapter's A or B: the matrix's name, "/" and `DOWN` or `UP`.
+        shape: the tensor's shape.
+    """
     entries = table(config)
     lying = functools.partial(by_kind_of_axis, mixture=config.experts is not None)
     if (name := name.removeprefix(FROZEN)) not in entries:

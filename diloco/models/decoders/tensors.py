@@ -1,4 +1,4 @@
-"""A decoder's tensors: their names and shapes in this project and in Hugging Face checkpoints."""
+"""Lists a decoder's tensors: names and shapes in this project and in Hugging Face checkpoints."""
 
 import dataclasses
 import itertools
@@ -16,8 +16,8 @@ from diloco.models.decoders.groups import Group, attended, groups_of
 if TYPE_CHECKING:
     from diloco.models.decoders.vision import Tower
 
-LAYERS = "layers/"
-TOWER = "tower/"  # of the vision tower's tensors
+LAYERS = "layers/"  # prefix of the names of layers' tensors
+TOWER = "tower/"  # prefix of the names of the vision tower's tensors
 # The bounds of a product of the vision tower, in the order in which they are used.
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 BIAS = "_bias"  # suffix of the matrix's name
@@ -25,13 +25,13 @@ BIAS = "_bias"  # suffix of the matrix's name
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a decoder, a leaf; it may stack the checkpoint tensors of several layers.
+    """A tensor of a decoder: a leaf of the parameters, which may stack several checkpoint tensors.
 
     Attributes:
-        name: its name as a leaf of the parameters.
-        checkpoint_name: its name in checkpoints, with `{}` for the number of each stacked layer,
-            and a second one for the expert's number.
-        shape: the leaf's shape.
+        name: name of the leaf.
+        checkpoint_name: name of the tensor in checkpoints; the first `{}` in it stands for the
+            number of a stacked layer, and a second `{}` for the number of a stacked expert.
+        shape: shape of the leaf.
         transposed: whether checkpoints have the last two axes in the other order.
         axes: the kinds of the leaf's axes, for partitions. The axis "both" counts two matrices,
             which checkpoints have one after the other on their output axis.
@@ -52,7 +52,7 @@ class TensorEntry:
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
-        """The shape of one of its checkpoint tensors."""
+        """The shape of each checkpoint tensor that this leaf stacks."""
         shape = self._turned_shape
         if "both" not in self.axes:
             return shape
@@ -65,12 +65,12 @@ class TensorEntry:
         return (*shape[:-2], *shape[:-3:-1]) if self.transposed else shape
 
     def from_checkpoint(self, values: np.ndarray) -> np.ndarray:
-        """Converts one checkpoint tensor to the part of this leaf that it is."""
+        """Returns a checkpoint tensor as the part of this leaf for one layer (and expert)."""
         values = values.reshape(self._turned_shape)
         return np.swapaxes(values, -1, -2) if self.transposed else values
 
     def to_checkpoint(self, values: np.ndarray) -> np.ndarray:
-        """Converts a part of this leaf to a checkpoint tensor."""
+        """Returns the part of this leaf for one layer (and expert) as a checkpoint tensor."""
         there = np.swapaxes(values, -1, -2) if self.transposed else values
         return there.reshape(self.checkpoint_shape)
 
@@ -82,7 +82,7 @@ class TensorEntry:
 
 
 def table(config: DecoderConfig) -> dict[str, TensorEntry]:
-    """Returns all tensors of a decoder by name."""
+    """Returns all tensors of a decoder, by `TensorEntry.name`."""
     D, V = config.width, config.vocab
     entries = [
         _whole("embed", "model.embed_tokens.weight", (V, D), ("vocab", "width")),
@@ -99,7 +99,7 @@ def table(config: DecoderConfig) -> dict[str, TensorEntry]:
 
 
 def buffers_of(config: DecoderConfig) -> tuple[str, ...]:
-    """Returns the names of the vision tower's tensors that nothing trains."""
+    """Returns the names of the vision tower's tensors that are never trained."""
     ends = (*BOUNDS, "std_bias", "std_scale")
     return tuple(name for name in table(config) if name.startswith(TOWER) and name.endswith(ends))
 
@@ -168,7 +168,7 @@ def _used(config: DecoderConfig, entry: TensorEntry) -> int:
 
 
 def operations(config: DecoderConfig, length: int) -> float:
-    """Returns `Task.flops_per_token` in rows of `length` tokens."""
+    """Returns floating-point operations to train on one token, in rows of `length` tokens."""
     return flops_per_token(multiplied(config), attended(config, length))
 
 
@@ -206,7 +206,7 @@ def _fed(config: DecoderConfig) -> list[TensorEntry]:
 
 
 def _beside(group: Group) -> list[TensorEntry]:
-    """Returns the tensors of layers for per-layer embeddings and for the scale of outputs."""
+    """Returns the tensors of a group's layers for per-layer embeddings and the outputs' scale."""
     D, P = group.config.width, group.config.fed_width
     found = []
     if P:
@@ -293,9 +293,9 @@ def stacked(
     Args:
         group: the layers.
         name: the tensor's name within a layer.
-        source: its name within a layer of a checkpoint.
-        shape: its shape in one layer.
-        axes: the kinds of its axes in one layer.
+        source: the tensor's name within a layer of a checkpoint.
+        shape: the tensor's shape in one layer.
+        axes: the kinds of the tensor's axes in one layer.
     """
     return TensorEntry(
         name=f"{LAYERS}{group.name}/{name}" if group.name else LAYERS + name,
@@ -318,7 +318,7 @@ def _matrix(
 def _experts(
     group: Group, name: str, source: str, shape: tuple[int, ...], axes: tuple[str, ...]
 ) -> TensorEntry:
-    """Returns the entry of a tensor that has all experts of a layer, in checkpoints too."""
+    """Returns the entry of a tensor that has all experts of a layer also in checkpoints."""
     entry = stacked(group, name, f"experts.{source}", shape, axes)
     return dataclasses.replace(entry, transposed=True)
 
