@@ -186,7 +186,7 @@ class Releases:
 
 
 def manifest_of(archive: Path) -> ReleaseManifest:
-    """Reads the manifest of a release.
+    """Returns the manifest of a release, given the release's archive.
 
     Raises:
         ReleaseRefused: the archive is not a release, or has a format unknown to this program.

@@ -64,8 +64,8 @@ class JoiningMachine:
     """The machine that joins the run.
 
     Args:
-        run: runs a command.
-        root: root of the file system.
+        run: runs a command, and returns its output; raises if the command fails.
+        root: root of the machine's file system.
     """
 
     def __init__(self, run: Run = run_command, root: Path = Path("/")) -> None:

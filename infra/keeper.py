@@ -192,7 +192,7 @@ def _seconds(moment: str | None) -> float:
 
 
 def main() -> None:
-    """Checks the groups each minute."""
+    """Checks the groups every `_EVERY_S` seconds, while the machine runs."""
     keeper = Keeper(Google())
     while True:
         try:

@@ -365,8 +365,7 @@ def task_of(library: str, opened: Callable[[Opening], Network], logits: Logits) 
         Args:
             steps: length of the run in global steps.
             seed: seed of the data's order and of the first parameters.
-            module: the function that makes the model, such as "mine:make", with its weights if it
-                loads any.
+            module: the function that makes the model, such as "mine:make"; it may load weights.
             data: the function that gives (examples to train on, held-out examples), each a tree of
                 arrays or a sequence of examples, such as "mine:data"; or folders of tokens, as of
                 `diloco.models.decoders:build`.
@@ -377,7 +376,8 @@ def task_of(library: str, opened: Callable[[Opening], Network], logits: Logits) 
             batch: examples in a batch.
             trained: patterns of the parameters that are trained, such as "*lora*".
             frozen: patterns of parameters not to train among `trained`, such as "backbone/*".
-            load: each learner takes frozen parameters from `module`; the run stores their digests.
+            load: true: each learner takes frozen parameters from `module`, and the run stores their
+                digests; false: the run stores the parameters.
             averaged: patterns of the parameters that are merged by their plain mean.
             optimizer: the function that gives, for a number of steps, an ordinary optimizer of
                 optax, such as "mine:optimizer". None: AdamW with warm-up and cosine.

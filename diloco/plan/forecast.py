@@ -87,7 +87,7 @@ class Fleet:
 
     @property
     def stops_whole(self) -> bool:
-        """Whether a failed slice stops the other slices of its learner."""
+        """Whether some learner has several slices, all of which stop while one is out."""
         if self.outages is None or self.elastic:
             return False
         return any(island.chips > self.outages.slice_chips for island in self.islands)
@@ -341,7 +341,10 @@ def over_learners(
 
 
 def divided(fleet: Fleet, count: int) -> Fleet:
-    """Returns the fleet's chips in `count` equal islands, with the step and link of the first."""
+    """Returns a fleet of `count` equal islands with the same chips and tokens per step in all.
+
+    Step time and link are those of the first island.
+    """
     island = replace(
         fleet.islands[0],
         chips=max(1, fleet.chips // count),

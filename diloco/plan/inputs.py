@@ -47,7 +47,7 @@ class Model:
 
 
 def read_settings(options: PlanOptions) -> RunSettings:
-    """Returns the settings of the file, or the defaults, with the assignments of --set."""
+    """Returns the run's settings: the file's, or the defaults, changed by --set."""
     document: dict[str, Any] = {"run": {"name": "plan", "steps": 1}}
     if options.config is not None:
         document = load_config(options.config, connects=False).settings().model_dump()

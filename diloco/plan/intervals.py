@@ -53,7 +53,7 @@ class Interval(NamedTuple):
 
 
 def expected_loss(steps: int) -> tuple[float, float]:
-    """Returns the least and most percent of loss that H = `steps` costs over H = 24."""
+    """Returns (least, most) percent by which the loss of H = `steps` exceeds that of H = 24."""
     folds = math.log(steps / MEASURED_AT)
     ends = sorted(slope * folds for slope in SLOPES)
     return ends[0], ends[1]

@@ -129,7 +129,7 @@ class RoundTotals:
 
     @property
     def mean_staleness(self) -> float:
-        """Mean staleness: versions made between an update's base and its merge."""
+        """Mean staleness of merged updates, in versions; 0 without updates."""
         return sum(self.staleness) / len(self.staleness) if self.staleness else 0.0
 
     @property

@@ -182,13 +182,15 @@ def lockstep_gbit(
 def steady_gbit(sized: RoundTraffic, interval_s: float) -> float:
     """Returns the Gbit/s that each site needs for a version of every fragment in `interval_s`.
 
-    With less, no learner waits either; the versions come later.
+    On a slower link no learner waits either, but versions come later.
     """
     return 8 * max(sized.update_bytes, sized.delta_bytes) / interval_s / 1e9
 
 
 def travel_s(sized: RoundTraffic, interval_s: float, gbit: float) -> tuple[float, float]:
-    """Returns the seconds that a fragment's (update, delta) takes on a link without delay.
+    """Returns the seconds that (an update, a delta) of a fragment takes on a link.
+
+    The link's round trip is not included.
 
     A link that is too slow for a version of each fragment in `interval_s` is always full: each
     fragment then waits until the others have passed.

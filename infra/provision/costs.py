@@ -68,9 +68,9 @@ def _running(fleet: FleetFile) -> Mapping[str, FleetLearner]:
 
 
 def _gateways(fleet: FleetFile, prices: Prices) -> ResourceCost:
-    """Returns the cost of each region's NAT gateway, without the few bytes through gateways.
+    """Returns the cost of the regions' NAT gateways: for the machines that use them and addresses.
 
-    A gateway costs by the number of machines in its region, and for its address.
+    The few bytes that machines send through a gateway are not counted.
     """
     zones = [*fleet.nats.zones, *(one.zone for one in fleet.aggregators.values())]
     zones += [fleet.nats.zones[0]] * fleet.keeper

@@ -355,7 +355,7 @@ class FleetFile(FileSection):
         data: bucket folder of prepared tokens, which each learner's machine copies before the
             learner starts.
         bucket_location: region or multi-region of the bucket; None: the first aggregator's region.
-        bucket_backstop_days: when the bucket deletes objects that the run did not delete.
+        bucket_backstop_days: ages at which the bucket deletes objects that the run has not deleted.
         images: images of boot disks.
         hourly_checkpoints: whether a timer makes a checkpoint of the run each hour.
         paused: whether no learner has machines for now.

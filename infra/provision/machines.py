@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from diloco.infra.provision.fleet import FleetFile, FleetFinding
 from diloco.infra.provision.known import Known
 
-# Second parts of names of machine types that state no number of cores in a known form.
+# Second parts of machine types' names, such as micro of e2-micro, whose sizes are not checked.
 _SHARED = frozenset({"micro", "small", "medium", "custom"})
 # Images of Google's public projects without TPU drivers.
 _PLAIN = re.compile(r"projects/(debian|ubuntu-os|rocky-linux|rhel|centos|fedora)-cloud/")

@@ -212,7 +212,14 @@ def read_template(given: Path | None, folder: Path) -> tuple[str, str]:
 
 
 def template_words(folder: Path) -> dict[str, str]:
-    """Returns the texts of special tokens by the names that templates use, such as `bos_token`."""
+    """Returns the texts of special tokens by the names that templates use, such as `bos_token`.
+
+    Args:
+        folder: the tokenizer's folder; {} if it has no tokenizer_config.json.
+
+    Raises:
+        DataError: tokenizer_config.json is not JSON.
+    """
     texts = {
         name: token.get("content") if isinstance(token, dict) else token
         for name, token in _config(folder / "tokenizer_config.json").items()

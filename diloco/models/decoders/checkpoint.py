@@ -197,7 +197,11 @@ def _places(folder: Path) -> dict[str, Place]:
 
 
 def _header(path: Path) -> dict[str, Place]:
-    """Returns the places of one file's tensors."""
+    """Returns the place of each tensor of one file, by the tensor's name.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     try:
         with safe_open(path, framework="numpy") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118

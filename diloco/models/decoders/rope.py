@@ -113,7 +113,7 @@ class Rope:
         return grown(1.0)
 
     def frequencies(self, head_width: int) -> np.ndarray:
-        """Returns the angle of each pair per position, in radians, float32 [K/2]."""
+        """Returns the angle by which each position turns each pair, in radians, float32 [K/2]."""
         exponent_K2 = np.arange(0, head_width, 2, dtype=np.float32) / np.float32(head_width)
         power_K2 = (self.theta ** exponent_K2.astype(np.float64)).astype(np.float32)
         plain_K2 = np.float32(1) / power_K2

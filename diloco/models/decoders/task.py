@@ -175,9 +175,9 @@ def build(
         seed: decides the order of the data.
         model: a Hugging Face folder; or a published size, whose parameters begin at random.
         data: a folder of token files, or several with their weights: {"/a": 0.7, "/b": 0.3}.
-        end: the token behind each document: no document sees another, and nothing is predicted
-            from its last token. None: as the folder's `tokens.json` says; without that file rows
-            are taken as they are. -1: rows are taken as they are.
+        end: the token that ends each document: attention stays within a document, and nothing is
+            predicted from this token. None: as the folder's `tokens.json` says; without that file
+            each row counts as one document. -1: each row counts as one document.
         batch: rows in a batch, B.
         length: tokens predicted in a row, L.
         optimizer: "adamw", or "muon" for the matrices of layers.
