@@ -24,9 +24,9 @@ class Exchange(NamedTuple):
     """A collective operation of a program.
 
     Attributes:
-        kind: its name, such as "all-gather".
-        received: bytes that it gives a device.
-        times: how often it runs in a run of the program.
+        kind: the operation's name in HLO, such as "all-gather".
+        received: the bytes that one device receives each time the operation runs.
+        times: how often the operation runs when the program runs once.
     """
 
     kind: str
@@ -35,11 +35,11 @@ class Exchange(NamedTuple):
 
 
 def exchanges(text: str) -> list[Exchange]:
-    """Returns the collective operations of a compiled program.
+    """Returns the collective operations of a compiled program, from its HLO text.
 
     A loop's body counts as often as the loop turns, and each branch of a condition as if it ran.
-    For a ragged exchange the rows that a device sends are counted, or its places for received rows
-    if those are fewer: a device receives that many rows if all experts have equal loads.
+    How many bytes a ragged all-to-all gives a device depends on the data. For `received` the
+    smaller one of its input and its output counts, which is right if all experts have equal loads.
     """
     bodies = _computations(text)
     named = [found for found in map(_RESULT.match, text.splitlines()) if found]
@@ -60,7 +60,10 @@ def exchanges(text: str) -> list[Exchange]:
 
 
 def received_by_kind(found: Iterable[Exchange]) -> dict[str, int]:
-    """Returns the bytes that a device receives in a run, by the kind of operation."""
+    """Returns the bytes that one device receives when the program runs once, by operation kind.
+
+    Kinds with most bytes are first; kinds without bytes are left out.
+    """
     total: Counter[str] = Counter()
     for one in found:
         total[one.kind] += one.received * one.times
@@ -68,7 +71,7 @@ def received_by_kind(found: Iterable[Exchange]) -> dict[str, int]:
 
 
 def _computations(text: str) -> dict[str, list[str]]:
-    """Returns the lines of each computation by its name, in the text's order; the last one runs."""
+    """Returns the lines of each HLO computation by its name, in the text's order; entry last."""
     name, found = "", {"": list[str]()}
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -78,7 +81,7 @@ def _computations(text: str) -> dict[str, list[str]]:
 
 
 def _calls(line: str, bodies: Mapping[str, list[str]]) -> Iterator[tuple[str, int]]:
-    """Yields the computations that an operation runs, and how often."""
+    """Yields (name, count) of each computation that the operation in `line` runs `count` times."""
     if loop := _LOOP.search(line):
         condition, body = loop.groups()
         known = _TURNS.findall(line) or _LIMIT.findall("\n".join(bodies.get(condition, ())))

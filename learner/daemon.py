@@ -1,4 +1,4 @@
-"""A learner as a process: a task's training loop in a run, from the command to its end."""
+"""The process of `diloco learner`: builds a task, joins a run, and trains until either ends."""
 
 import contextlib
 import threading
@@ -29,7 +29,7 @@ def serve(config: Config, learner: str) -> None:
     """Runs a learner until the run ends or a signal asks it to leave.
 
     Raises:
-        DilocoError: an error that no retry can mend, with advice.
+        DilocoError: an error that a retry cannot mend; its hint says what to do.
     """
     check_name(learner)
     asked = threading.Event()
@@ -66,7 +66,7 @@ def serve(config: Config, learner: str) -> None:
 
 
 def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str) -> None:
-    """Reports to systemd a start and a clean end, although no life began."""
+    """Tells systemd that the process started and ends without error, although it did not join."""
     logger = log.get(run=config.run.name, learner=learner)
     logger.info("left", why=why)
     probes.start.over()
@@ -74,9 +74,10 @@ def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str)
 
 
 def _programs_key(config: Config, learner: str) -> str | None:
-    """Returns a string that learners with the same programs have in common.
+    """Returns a key that is equal for learners that compile the same programs.
 
-    None for a learner of several hosts: they would wait for each other's turn inside collectives.
+    Processes with equal keys compile one after the other. Returns None for a learner of several
+    hosts: a host that waits for its turn would keep the others waiting in a collective.
     """
     if jax.process_count() > 1:
         return None
@@ -137,7 +138,7 @@ def _configure(config: Config, learner: str) -> CompiledPrograms:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Makes all hosts of a learner end together, whatever the reason."""
+    """Makes all hosts of a learner end together when the block ends, with or without an error."""
     try:
         yield
     except BaseException as error:

@@ -1,12 +1,12 @@
-"""A forecast of a learner's needs, without its hardware: `diloco learner --dry-run`.
+"""A forecast of a learner's memory and traffic, without its hardware: `diloco learner --dry-run`.
 
-The learner's own programs are lowered and compiled from shapes alone, for its mesh: the inner step,
-and the programs that send and adopt a fragment. No parameter is allocated, so that a model which
-fills a slice can be examined on a laptop, whose CPU stands in for the slice's devices.
+The programs that the learner would run are lowered and compiled from shapes alone, for its mesh:
+the inner step, and the programs that send and adopt a fragment. No parameter is allocated, so that
+a model which fills a slice can be examined on a laptop, whose CPU replaces the slice's devices.
 
-Bytes of arrays are exact for any hardware, since sharding decides them; only a TPU's tiles are not
-counted. The programs' other needs (activations, temporaries, exchanges between devices) are those
-of the compiler at hand; another platform's compiler fuses otherwise.
+Bytes of arrays are exact for any hardware, since they follow from the sharding; only the padding of
+a TPU's tiles is not counted. The programs' other figures (activations, temporaries, exchanges
+between devices) are those of the compiler at hand; another platform's compiler fuses differently.
 """
 
 import math
@@ -41,16 +41,16 @@ from diloco.learner.tensors.utilization import memory_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeed:
-    """The memory that one device, and one host, needs, in bytes.
+    """The memory that a learner needs, in bytes of one device; `host_anchor` is of one host.
 
     Attributes:
-        parameters: trained parameters.
+        parameters: all parameters.
         optimizer: the inner optimizer's state.
-        anchor: views of all fragments, and with `adopt = "blend"` as much again for updates in
-            flight; 0 if they are kept in the host's memory.
-        host_anchor: bytes of a host for the anchor, if it is kept there.
-        in_flight: codes of an update of every fragment, the most that is ever in flight.
-        batch: a batch, and the step's number.
+        anchor: the adopted views of all fragments, and with `adopt = "blend"` as much again for
+            updates in flight; 0 if views are kept in the host's memory.
+        host_anchor: the same views in the memory of one host; 0 if they are kept on the devices.
+        in_flight: codes of one update of every fragment, the most that can be in flight.
+        batch: a batch, and the numbers that the step is called with.
         activations: all other memory of the inner step, as the compiler counts it.
         synchronization: an upper bound on results and temporaries of a send or an adoption, for the
             fragment that needs most, as the compiler counts them.
@@ -79,12 +79,13 @@ class MemoryNeed:
 
 
 class ProgramCost(NamedTuple):
-    """The memory traffic and memory of some programs, on one device.
+    """The memory traffic and memory of programs that run in order, on one device.
 
     Attributes:
-        moved_bytes: lower bound on the bytes that are read and written.
+        moved_bytes: lower bound on the bytes of memory that are read and written.
         extra_bytes: bytes of temporaries, and of results that reuse no argument's memory.
-        exchanged_bytes: bytes received from other devices; `largest_bytes` is the most at once.
+        exchanged_bytes: bytes received from other devices.
+        largest_bytes: the most bytes that a single collective operation receives.
         accessed_bytes: the compiler's sum over operations of the bytes that each reads and writes.
     """
 
@@ -97,7 +98,14 @@ class ProgramCost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FragmentFigures:
-    """One fragment: its number of parameters; bytes of a device for sending and for adopting it."""
+    """The figures of one fragment.
+
+    Attributes:
+        index: the fragment's index.
+        elements: the number of its parameters.
+        send: the cost on one device of encoding an update.
+        adopt: the cost on one device of adopting a version.
+    """
 
     index: int
     elements: int
@@ -107,7 +115,14 @@ class FragmentFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostTraffic:
-    """Bytes of one host in a round of every fragment; `objects_up` counts the shards it stores."""
+    """The traffic of one host with the object store, for one round of every fragment.
+
+    Attributes:
+        host: the host's number.
+        bytes_up: bytes of the shards that the host stores.
+        bytes_down: bytes of version deltas that the host reads.
+        objects_up: the number of shards that the host stores.
+    """
 
     host: int
     bytes_up: int
@@ -120,13 +135,23 @@ class DryRun:
     """The figures of a dry run.
 
     Attributes:
-        platform: the platform of the compiler; `devices` counts those of all `hosts`.
-        device_bytes: memory of a device; None: unknown.
-        parameters: number of trained parameters.
-        active_parameters: the parameters that a token passes; None: all.
-        frozen_parameters: those that are not trained.
-        step_exchanged: bytes that other devices give a device in a step, by the kind of exchange.
-        interval_steps: H; `overlap_steps` is tau.
+        learner: the learner's name.
+        platform: the platform of the compiler, such as "cpu" or "tpu".
+        device_bytes: memory of a device in bytes; None: unknown.
+        devices: the number of devices of all hosts together.
+        hosts: the number of hosts.
+        mesh: the size of each axis of the mesh, by its name.
+        parameters: the number of synchronized parameters.
+        active_parameters: the number of parameters that one token uses; None: all.
+        frozen_parameters: the number of parameters that are not trained.
+        step_exchanged: bytes that one device receives from others in an inner step, by the kind of
+            collective operation.
+        tokens_per_batch: the tokens of one batch.
+        interval_steps: H, the inner steps between two updates of a fragment.
+        overlap_steps: tau, the inner steps that may pass from an update to its version.
+        memory: the memory that the learner needs.
+        fragments: the figures of each fragment.
+        traffic: the traffic of each host.
     """
 
     learner: str
@@ -148,7 +173,7 @@ class DryRun:
 
 
 def stand_in(section: LearnerSection) -> LearnerSection:
-    """Returns the section without compiler options, since those are for the real hardware."""
+    """Returns the section without compiler options, which only the real hardware's compiler has."""
     islands = {
         name: island.model_copy(update={"compiler_options": {}})
         for name, island in section.islands.items()
@@ -164,12 +189,12 @@ def dry_run(
     Args:
         config: the learner's configuration.
         learner: its name.
-        hosts: the number of its hosts, each with an equal part of the devices, in their order.
-        devices: devices of all its hosts; all that JAX has, if None.
+        hosts: the number of the learner's hosts; each has an equal part of the devices, in order.
+        devices: the devices of all the hosts; all that JAX has, if None.
 
     Raises:
-        ConfigError: the devices cannot be divided among hosts.
-        DilocoError: as the learner itself: the task breaks a rule, or does not fit the mesh.
+        ConfigError: the devices cannot be divided equally among hosts, or have too little memory.
+        DilocoError: the task breaks a rule, or does not fit the mesh.
     """
     island = Island(config, learner, devices)
     count = island.mesh.devices.size
@@ -209,7 +234,7 @@ def _frozen(island: Island) -> int:
 
 
 def compile_step(island: Island) -> jax.stages.Compiled:
-    """Returns the learner's inner step, compiled from shapes.
+    """Returns the learner's inner step, compiled from shapes without allocating parameters.
 
     Raises:
         ConfigError: the compiler says that a device has too little memory.
@@ -270,10 +295,23 @@ def _memory(
 
 
 class FragmentShapes:
-    """The compiled operations of a fragment, and the shapes of their arguments.
+    """The operations that send and adopt a fragment, and the shapes of their arguments.
+
+    All shapes have shardings.
+
+    Args:
+        island: the learner's task and mesh.
+        fragment: the fragment.
+        leaves: shapes of all leaves of the parameters, by name.
 
     Attributes:
-        leaves: tensors that the fragment has parts of; `view`, `update` and `delta` are its own.
+        sync: the run's sync section, with the settings for this fragment.
+        fragment: the fragment.
+        kernels: the operations.
+        leaves: shapes of the leaves that have rows in the fragment, by name.
+        view: shapes of the fragment's view, for each piece.
+        update: shapes of an update's codes and scales, for each piece.
+        delta: shapes of a version delta's codes and scales, for each piece.
     """
 
     def __init__(self, island: Island, fragment: Fragment, leaves: Leaves) -> None:
@@ -309,7 +347,7 @@ class FragmentShapes:
         return tuple(map(Encoded, scales, codes))
 
     def measure(self) -> tuple[ProgramCost, ProgramCost]:
-        """Returns the bytes of a send, and of an adoption that also resolves an update."""
+        """Returns (cost of a send, cost of an adoption that also resolves an update)."""
         send, adopt = _sending(self.kernels, self.blends), _adoption(self.kernels, self.sync)
         brought = (self.view, self.delta, self.update) + ((self.view,) if self.blends else ())
         rows = self.rows_bytes()
@@ -320,11 +358,11 @@ class FragmentShapes:
 
     @property
     def blends(self) -> bool:
-        """Whether a send also computes how far the fragment is ahead of its view."""
+        """True if `adopt` is "blend": a send then also computes theta - V, for the adoption."""
         return self.sync.adopt == "blend"
 
     def rows_bytes(self) -> dict[str, int]:
-        """Returns, by tensor, the bytes on one device of the rows that the fragment has."""
+        """Returns, by tensor, the bytes on one device of those rows that are in the fragment."""
         found = dict.fromkeys(self.kernels.names, 0)
         for piece in self.fragment.pieces:
             leaf = self.leaves[piece.tensor]
@@ -340,7 +378,10 @@ def fragment_shapes(island: Island) -> list[FragmentShapes]:
 
 
 def measured(fragments: Sequence[FragmentShapes]) -> tuple[FragmentFigures, ...]:
-    """Returns the fragments' figures; fragments of equal shapes are measured once."""
+    """Compiles the operations of each fragment, and returns the figures, in the given order.
+
+    Fragments of equal shapes are compiled once.
+    """
     found: dict[Any, tuple[ProgramCost, ProgramCost]] = {}
     for each in fragments:
         if each.kernels.geometry not in found:
@@ -357,14 +398,14 @@ def measured(fragments: Sequence[FragmentShapes]) -> tuple[FragmentFigures, ...]
 
 
 def _sending(kernels: Kernels, blends: bool) -> Callable[[Leaves, Blocks], Any]:
-    """Returns the function that `Replica.send` runs."""
+    """Returns the function that `Replica.send` runs on the devices."""
     if not blends:
         return kernels.send
     return lambda leaves, view: (kernels.send(leaves, view), kernels.ahead(leaves, view))
 
 
 def _adoption(kernels: Kernels, sync: SyncSection) -> Callable[..., tuple[Leaves, Blocks]]:
-    """Returns the function that `Replica.adopt` runs for a delta that resolves an update."""
+    """Returns the function that `Replica.adopt` runs for a version that resolves an update."""
 
     def rebase(leaves: Leaves, view: Blocks, delta: Codes, update: Codes) -> tuple[Leaves, Blocks]:
         leaves, view = kernels.apply(leaves, view, delta)
@@ -445,15 +486,16 @@ class CompiledProgram(NamedTuple):
 def programs(
     function: Callable[..., Any], *given: Any, touched: Mapping[str, int]
 ) -> list[CompiledProgram]:
-    """Compiles, for shapes with shardings, the programs that a call of `function` starts in order.
+    """Compiles the programs that a call of `function` starts, and returns them in that order.
 
-    Each is compiled by itself, as JAX does when the function is called with arrays, and takes the
-    results of the earlier ones with their shardings.
+    Each jitted function within `function` is one program. It is compiled by itself, as JAX does
+    when `function` is called with arrays, for the shardings of the earlier programs' results.
 
     Args:
         function: a function of trees of arrays that computes only in jitted functions.
-        given: shapes with shardings; the first tree is by name.
-        touched: of each leaf of the first tree, the bytes on a device that are read or written.
+        given: the arguments of `function`, as shapes with shardings; the first is a dictionary.
+        touched: for each leaf of the first argument, by name, the bytes on one device that the
+            programs read or write.
     """
     traced = jax.make_jaxpr(function)(*given)
     values: dict[Any, Any] = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
@@ -485,7 +527,7 @@ def programs(
 
 
 def cost(started: Iterable[CompiledProgram]) -> ProgramCost:
-    """Returns the cost on one device of programs that run in order and keep all results."""
+    """Returns the cost on one device of programs that run in order and whose results are kept."""
     moved = results = temporary = accessed = 0
     between = []
     for program in started:
@@ -503,7 +545,10 @@ def cost(started: Iterable[CompiledProgram]) -> ProgramCost:
 
 
 def device_bytes(shapes: Any) -> int:
-    """Returns the bytes that a tree of shapes, with shardings, takes on one device."""
+    """Returns the bytes that arrays of a tree of shapes take on one device, by their shardings.
+
+    A shape without a sharding counts whole.
+    """
     return sum(
         math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
         * leaf.dtype.itemsize

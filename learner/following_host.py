@@ -1,4 +1,4 @@
-"""The life of a learner on a host that follows host 0."""
+"""One life of a learner on a host other than host 0: a worker, which host 0 directs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -37,7 +37,13 @@ from diloco.learner.wire.receive import VersionFetcher
 
 @contextlib.contextmanager
 def follow(host: Host) -> Iterator[Life]:
-    """Begins a learner's life on a host that host 0 directs; the block's end closes it."""
+    """Connects this host to host 0, and yields the `Life`; closes all when the block ends.
+
+    Raises:
+        HostLostError: host 0 is gone.
+        ConfigError: this host's layout differs from that of host 0.
+        DilocoError: an error that a retry cannot mend, here or on host 0.
+    """
     background = host.background
     with ExitStack() as stack:
         address, secret = exchange_secret("")
@@ -103,7 +109,7 @@ def _following_life(
 
 
 def _told_views(context: Context, link: HostLink) -> Iterator[np.ndarray]:
-    """Yields every fragment's view, from the objects that host 0 names."""
+    """Yields each fragment's view, in order, from the objects that host 0 names; float32 [N]."""
     for _ in context.layout.fragments:
         change = link.receive(messages.Load).change
         assert change.snapshot is not None

@@ -1,6 +1,6 @@
-"""One host's part of a learner's program: task, mesh, shardings, compiled step and data.
+"""A task on one host of a learner: its mesh, shardings, compiled step and data.
 
-All hosts of a learner, its dry run and the benchmarks make this part in the same way.
+Each host of a learner makes an `Island`, and so do the dry run and the benchmarks.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from diloco.learner.tensors.send_and_adopt import Replica
 
 
 class Island:
-    """A learner's task, devices, mesh and compiled parts.
+    """A learner's task on its mesh of devices: shapes, shardings, programs and batches.
 
     Args:
         config: the learner's configuration.
@@ -35,12 +35,17 @@ class Island:
         devices: devices of all its hosts; all that JAX has, if None.
 
     Attributes:
+        learner: the learner's name.
+        settings: the run's settings.
         task: the run's task with this learner's options.
-        layout: the run's layout.
+        layout: the run's layout, which divides the tensors into fragments.
         mesh: the mesh of the devices.
-        shapes: shapes of the parameters; `hint` and `division` tell each leaf's kind.
-        shardings: shardings of the parameters on the mesh.
+        shapes: the tree of the parameters' shapes.
+        hint: (tensor's name, shape) -> `TensorHint`, which says how the tensor is merged.
+        division: says which leaves of `shapes` are trained, synchronized or local.
+        shardings: shardings of the parameters on the mesh, a tree like `shapes`.
         state: shapes of the inner optimizer's state; `state_shardings` are its shardings.
+        anchor: the memory in which views are kept: "device" or "host".
 
     Raises:
         DilocoError: the task breaks a rule, or does not fit the mesh.
@@ -73,12 +78,16 @@ class Island:
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """The context in which programs are traced and run."""
+        """Sets the mesh and the precision with which programs in the block are traced and run."""
         with within(self.mesh, self._precision):
             yield
 
     def replica(self, views: Iterable[np.ndarray]) -> Replica:
-        """Returns the learner's tensors, from the newest views of all fragments, float32 [N]."""
+        """Returns the learner's tensors, with the values of `views`.
+
+        Args:
+            views: the newest view of each fragment, in their order: float32 [fragment's size].
+        """
         synced, _ = tree.split(self.shapes, self.division.synced)
         shardings, _ = tree.split(self.shardings, self.division.synced)
         return Replica(
@@ -99,11 +108,11 @@ class Island:
         )
 
     def key(self) -> np.ndarray:
-        """Returns the PRNG key data of the inner step."""
+        """Returns the PRNG key data of the inner step, from the run's seed and learner's name."""
         return key_of(self.settings.run.seed, self.learner)
 
     def init_state(self, params: Params) -> Any:
-        """Returns a fresh state of the inner optimizer."""
+        """Returns a fresh state of the inner optimizer for `params`, with its shardings."""
         init = jax.jit(self.task.optimizer.init, out_shardings=self.state_shardings)
         return init(self.division.trained_of(params))
 
@@ -120,11 +129,12 @@ class Island:
         return self._sharded_batch
 
     def feed(self, position: int, holder: Holder | None = None) -> Iterator[Batch]:
-        """Yields batches on the mesh from `position` on; this host reads only its rows.
+        """Yields batches, placed on the mesh; this host reads only the rows for its devices.
 
         Args:
             position: number of the first batch.
-            holder: holds shares of the task's data, if learners claim them.
+            holder: gives the shares of the data that this learner has claimed; None: batches are
+                those of the task by the learner's name.
         """
         start, stop = self._placer.rows
         if self.task.shared is not None and holder is not None:

@@ -1,4 +1,4 @@
-"""The life of a learner on host 0: its only host, or the one that speaks to the run."""
+"""One life of a learner on host 0, which alone connects to NATS; a learner may have more hosts."""
 
 import contextlib
 import platform
@@ -71,7 +71,14 @@ LAST_WORD_S = 3.0
 
 @contextlib.contextmanager
 def lead(host: Host) -> Iterator[Life]:
-    """Begins a learner's life on the host that speaks to the run; the block's end closes it."""
+    """Connects host 0 to the run, joins, and yields the `Life`; closes all when the block ends.
+
+    Raises:
+        RunEndedError: the run has ended.
+        RunMismatchError: the run has other settings or another layout.
+        AskedToStopError: the learner was asked to end before it joined.
+        DilocoError: an error that a retry cannot mend.
+    """
     background = host.background
     host.probes.health.begin_phase("connecting to NATS")
     with ExitStack() as stack:
@@ -103,7 +110,10 @@ def lead(host: Host) -> Iterator[Life]:
 
 @contextlib.contextmanager
 def _telling_why(life: Life) -> Iterator[None]:
-    """Sends the run the error that ends a life; otherwise the learner would just fall silent."""
+    """Sends a last heartbeat with the error that ends the block, if an error does.
+
+    Otherwise the run would see a learner that sends no more, without a reason.
+    """
     try:
         yield
     except SupersededError:
@@ -162,7 +172,7 @@ async def _coordinator(listener: Listener, secret: str, host: Host) -> Coordinat
 
 
 def _check_run(context: Context, specification: wire.Specification) -> None:
-    """Refuses a run other than this configuration's.
+    """Compares the run's specification with this learner's settings and layout.
 
     Raises:
         RunMismatchError: settings or layout differ.
@@ -178,7 +188,15 @@ def _leading_life(
     held: Params,
     peers: Alone,
 ) -> Life:
-    """Prepares a life up to its first step: versions, programs, the join, the data position."""
+    """Prepares all that the first step needs: versions, programs, the join, the data position.
+
+    Args:
+        host: host 0.
+        context: the life's context.
+        specification: the run's specification, from the tape.
+        held: the leaves that are not synchronized.
+        peers: the learner's other hosts.
+    """
     background = host.background
     layout, constants_object = context.layout.digest, specification.constants
     peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))
@@ -239,7 +257,7 @@ def platform_of() -> str:
 def _shares(
     host: Host, context: Context, peers: Alone, life: Joined, place: ResumePosition
 ) -> Claims:
-    """Returns the learner's claims of the data, which host 0 forwards to all its hosts."""
+    """Returns the learner's claims of data shares; granted shares are sent to its other hosts."""
 
     def told(holding: Holding, end: int) -> None:
         peers.write(messages.Granted(holding=holding, end=end))
@@ -257,7 +275,10 @@ def _find(
     like: Any,
     shardings: Any,
 ) -> Restored | None:
-    """Returns the checkpoint to resume from; with several hosts, one of which each has its part."""
+    """Returns the checkpoint to resume from; None if there is none.
+
+    With several hosts, each host must have its part of that checkpoint.
+    """
     section, fetch = host.config.learner, patient_fetch(host, context)
     if not isinstance(peers, Coordinator):
         return restore(context, section, folder, like, fetch)
@@ -280,7 +301,11 @@ def _publish_and_adopt(
     peers: Alone,
     life: Joined,
 ) -> Publisher:
-    """Begins to follow the records and to send heartbeats; returns the publisher of updates."""
+    """Starts the background's tasks; returns the publisher of updates.
+
+    The tasks read records, send heartbeats, and detect that a newer process has joined under this
+    learner's name.
+    """
     background = host.background
     uploader = Uploader(context, tensors, hosts=peers.hosts)
     publisher = Publisher(context, background.post, uploader, peers, life)
@@ -297,7 +322,11 @@ def _publish_and_adopt(
 
 
 def _load_views(host: Host, context: Context, peers: Alone) -> tuple[Replica, tuple[Start, ...]]:
-    """Loads the newest view of every fragment; returns the replica, and the versions as starts."""
+    """Loads the newest view of every fragment.
+
+    Returns:
+        The learner's tensors with these views, and each fragment's version as a `Start`.
+    """
     starts: list[Start] = []
 
     def views() -> Iterator[np.ndarray]:
@@ -315,7 +344,12 @@ def _load_views(host: Host, context: Context, peers: Alone) -> tuple[Replica, tu
 def _common_checkpoint(
     parts: Iterable[CheckpointId], others: list[set[CheckpointId]]
 ) -> CheckpointId | None:
-    """Returns the checkpoint with the most steps of which every host has its part."""
+    """Returns the checkpoint with the most steps among those of which every host has its part.
+
+    Args:
+        parts: checkpoints of which this host has its part.
+        others: the same for each other host.
+    """
     return max(set(parts).intersection(*others), key=lambda found: found[::-1], default=None)
 
 
@@ -350,7 +384,7 @@ def _leave(
     synchronizer: Synchronizer,
     shares: Claims,
 ) -> str:
-    """Announces the end of this life, within the drain timeout; returns the reason for the end."""
+    """Announces that this learner leaves, within the drain timeout; returns why it leaves."""
     lost = sync.unsent(planner.state)
     if lost and not planner.state.ended:
         context.logger.warning("left_unsent", fragments=len(lost), steps=sum(lost.values()))
@@ -364,7 +398,13 @@ def _leave(
 
 
 async def say_end(publisher: Publisher, shares: Claims, position: int) -> None:
-    """Publishes that this life ends, and the position of its data."""
+    """Publishes that this learner leaves, and frees its shares of the data.
+
+    Args:
+        publisher: publishes the leave.
+        shares: the learner's claims.
+        position: the learner's position in its data, in batches.
+    """
     # In this order: the leave comes before the end of the claims.
     await publisher.leave(position)
     await shares.end(position)

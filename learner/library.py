@@ -9,8 +9,9 @@
             if island.done:
                 break
 
-`diloco learner` is such a loop too (`train.py`), around a task. The core plans each `step`,
-`synchronizer.py` carries it out; this module is the loop's interface to both.
+`diloco learner` is such a loop too (`train.py`), around a task. At each `step` the core
+(`core/sync.py`) decides which versions to adopt and which updates to send, and `synchronizer.py`
+carries the decisions out; this module is the loop's interface to both.
 """
 
 import contextlib
@@ -64,8 +65,8 @@ class Learner:
 
     Attributes:
         done: the loop is to end: the run has stopped, this learner was asked to leave, or the
-            block is over. On several hosts it becomes true at the same step.
-        global_step: the run's clock for the next step, which learning rates follow.
+            block of `join` is over. On several hosts `done` becomes true at the same step.
+        global_step: the run's clock for the next step; learning rates are to follow it.
     """
 
     def __init__(self, life: Life, asked: threading.Event) -> None:
@@ -87,7 +88,7 @@ class Learner:
 
     @property
     def params(self) -> Params:
-        """The parameters: first the run's newest version, then those that `step` returned last."""
+        """The parameters: first the run's newest version, then what the last `step` returned."""
         return self._params
 
     @property
@@ -96,20 +97,27 @@ class Learner:
         return self._synchronizer.position
 
     def viewed(self) -> Iterator[dict[str, Any]]:
-        """Yields the adopted global parameters by fragment, by name; to be called on all hosts."""
+        """Yields the global parameters that were adopted last, one fragment at a time.
+
+        Each item has the fragment's leaves by name; rows that belong to other fragments have the
+        learner's own values. All hosts of a learner must call this together.
+        """
         return self._synchronizer.replica.viewed()
 
     def settle(self, params: Params) -> None:
-        """Continues with the arrays `params`, of equal values; frees the arrays held before."""
+        """Replaces the learner's parameters by arrays of equal values, and frees the old arrays."""
         self._params = params
         self._synchronizer.replica.trained = self._trained()
 
     def restore(self, state: Any) -> Any:
-        """Returns the state that an earlier life passed as `save`, if a checkpoint has it.
+        """Returns the state that was last passed to `step` as `save` and is in a checkpoint.
 
         Args:
-            state: a tree of the same structure, of arrays or shapes; returned if there is no
+            state: a tree of the same structure, of arrays or shapes. Returned itself if there is no
                 checkpoint.
+
+        Returns:
+            The state, each leaf on the devices of the leaf of `state`.
 
         Raises:
             DilocoError: training has begun already.
@@ -132,7 +140,10 @@ class Learner:
         return jax.tree.map(put_like, found.state, leaves)
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields `batches`; time that the loop waits for them counts as waiting for data."""
+        """Yields `batches`, and counts the time for which the loop waits for each batch.
+
+        Heartbeats report that time as waiting for data.
+        """
         asked_s = time.perf_counter()
         for batch in batches:
             self._synchronizer.meter.data_s += time.perf_counter() - asked_s
@@ -140,20 +151,25 @@ class Learner:
             asked_s = time.perf_counter()
 
     def divide(self, data: Shared) -> Holder:
-        """Begins to claim shares of the data's epochs; returns the holder for `data.claimed`.
+        """Begins to claim shares of the data's epochs on the run's tape.
+
+        Returns:
+            The argument `holder` of `data.claimed`.
 
         Raises:
-            DilocoError: shares are held already.
+            DilocoError: this learner claims shares already.
         """
         self._life.shares.divide(data.sizes)
         return self._life.shares
 
     def claimed(self, data: Shared) -> Iterator[Batch]:
-        """Yields batches of the shares that this learner holds, from `position` on.
+        """Claims shares of the data, and yields their batches, from batch `position` on.
 
-        Time that the loop waits for them counts as waiting for data.
+        The time for which the loop waits for a batch counts as waiting for data. The iterator ends
+        if the loop is to end while it waits for a share.
 
-        Ends if the loop is to end while it waits for a share.
+        Raises:
+            DilocoError: this learner claims shares already.
         """
         return self.reading(data.claimed(self.divide(data), self.position))
 
@@ -215,20 +231,23 @@ class Learner:
         return self._params
 
     def evaluated(self, figures: Mapping[str, float]) -> None:
-        """Reports the loop's measurements on held-out data, by name, in this learner's heartbeats.
+        """Reports figures that the loop measured on held-out data, by name, in the heartbeats.
 
         Raises:
-            DilocoError: a name or a figure is invalid, or there are too many.
+            DilocoError: a name is invalid, a figure is not a number, or there are too many.
         """
         named = {HELD_OUT + name: value for name, value in figures_of(figures).items()}
         self._synchronizer.meter.show(named)
 
     def leave(self) -> None:
-        """Asks this learner, on all hosts, to leave; `done` follows. Callable from any thread."""
+        """Asks this learner, on all its hosts, to leave: `done` becomes true at a later step.
+
+        May be called from any thread.
+        """
         self._asked.set()
 
     def finish(self) -> None:
-        """Sends unsent work, within the drain timeout, and leaves the run."""
+        """Sends unsent work, for at most `learner.drain_timeout_s`, and leaves the run."""
         synchronizer = self._synchronizer
         self._read_loss()
         if not self.done:
@@ -261,13 +280,19 @@ class Learner:
         return boundary
 
     def _trained(self) -> Params:
-        """Returns the loop's synchronized tensors; compares names and shapes if they changed."""
+        """Returns the loop's synchronized leaves, after checking that all leaves fit the run.
+
+        Raises:
+            ParametersError: names, dtypes or shapes changed.
+        """
         if self._known is None or _kinds(self._params) != self._known:
             self._compare()
         return tree.split(self._params, self._synced)[0] if self._held else self._params
 
     def _compare(self) -> None:
-        """Compares names and shapes of the parameters with `like`, whatever the trees' containers.
+        """Compares the parameters with those that joined: names, dtypes and shapes of the leaves.
+
+        The types of the trees' containers may differ.
 
         Raises:
             ParametersError: the parameters differ.
@@ -303,7 +328,7 @@ def _shapes(params: Params) -> dict[str, str]:
 
 
 def _kinds(params: Params) -> Any:
-    """Returns structure, dtypes and shapes of a tree of arrays; None for anything else."""
+    """Returns structure, dtypes and shapes of a tree of arrays; None if not a tree of arrays."""
     try:
         leaves, structure = jax.tree.flatten(params)
         return structure, [(leaf.dtype, leaf.shape) for leaf in leaves]
@@ -312,7 +337,7 @@ def _kinds(params: Params) -> Any:
 
 
 def _is_gone(values: Any) -> bool:
-    """True if an array was donated to a program and not replaced by its result."""
+    """True if an array of the tree `values` was donated to a program, so that it has no values."""
     return any(
         isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(values)
     )
@@ -330,8 +355,8 @@ def join(
 ) -> Iterator[Learner]:
     """Joins a run, for as long as the block lasts.
 
-    Leaving the block sends unsent work, within `learner.drain_timeout_s`. So does
-    KeyboardInterrupt, before it is raised again. After any other exception nothing is sent: the
+    At its end the block sends unsent work, for at most `learner.drain_timeout_s`; also after a
+    KeyboardInterrupt, which is then raised again. After any other exception nothing is sent: the
     loop's work since its last update is lost, as after a crash.
 
     The first SIGINT or SIGTERM sets `done`; a second one is handled as before the block. (Signals
@@ -343,8 +368,10 @@ def join(
         like: the loop's parameters, of which names, shapes, dtypes and shardings matter, not the
             values: any pytree of JAX arrays, NumPy arrays or shapes. Leaves that are not floats are
             the run's constants.
-        hint: the hint with which the run was created; None: as the run's layout says.
-        tokens_per_step: of all hosts together; None: `run.tokens_per_step` of the run's file.
+        hint: the hint with which the run was created, as in `Task`; None: tensors are merged as the
+            run's layout says.
+        tokens_per_step: tokens of one step, of all hosts together; None: `run.tokens_per_step` of
+            the run's file.
         warm_up: is called with copies of the parameters before this learner joins the run: compile
             the training step there, on arrays that it may donate.
 
@@ -352,7 +379,8 @@ def join(
         The loop's `Learner`.
 
     Raises:
-        DilocoError: an error with advice.
+        KeyboardInterrupt: a signal came while the learner waited for NATS or the store.
+        DilocoError: an error that a retry cannot mend; its hint says what to do.
     """
     config = load_config(Path(file))
     member = member_of(config, learner, like, hint, tokens_per_step, warm_up)
@@ -375,7 +403,15 @@ def join(
 def joined(
     config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
 ) -> Iterator[Learner]:
-    """Joins a run as `join` does, for a process that has its own signals and probes."""
+    """Joins a run as `join` does, for a caller that handles signals and serves probes itself.
+
+    Args:
+        config: the learner's configuration.
+        member: the facts about the training loop.
+        asked: is set when the learner is asked to leave.
+        runtime: clock, retries and threads.
+        probes: health and metrics, which the caller serves.
+    """
     warn_of_unused_accelerators(config.run.name, member)
     with alive(config, member, asked, runtime, probes) as life:
         life.begin()
@@ -394,7 +430,10 @@ def joined(
 def alive(
     config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
 ) -> Iterator[Life]:
-    """Begins a life and the tasks that run beside it; the block's end ends them."""
+    """Prepares a learner up to its first step; yields the `Life`. Arguments are as in `joined`.
+
+    Starts the event loop and its tasks beside training, and ends them when the block ends.
+    """
     hanging = _Hanging(config.learner.drain_timeout_s)
     with contextlib.closing(hanging), running_loop() as loop:
         host = Host(
@@ -421,7 +460,7 @@ def member_of(
     tokens_per_step: int | None,
     warm_up: Callable[[Params], object] | None,
 ) -> Member:
-    """Makes the loop's `Member`; arguments and errors as in `join`."""
+    """Returns the loop's `Member`. Arguments and errors are those of `join`."""
     check_name(learner)
     return Member.of(
         like,
@@ -434,7 +473,11 @@ def member_of(
 
 
 class _Hanging:
-    """Ends a process that hangs in a collective with a lost host, unless its loop has ended."""
+    """Ends this process if it hangs in a collective with a host that is gone.
+
+    Args:
+        within_s: seconds that the process has to end by itself; at most `HANGING_S` count.
+    """
 
     def __init__(self, within_s: float) -> None:
         self._within_s = min(within_s, HANGING_S)
@@ -444,7 +487,11 @@ class _Hanging:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Raises the cause of a broken collective, if a host's loss is reported within seconds."""
+        """Replaces the error of a broken collective in the block by the error that names its cause.
+
+        The cause is the error given to `begin`, if `begin` is called within `SAID_S` seconds;
+        otherwise the collective's own error is raised.
+        """
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
@@ -456,7 +503,7 @@ class _Hanging:
             raise self._gone from error
 
     def begin(self, error: BaseException) -> None:
-        """Starts the timer that ends this process, since `error` says that a host is gone."""
+        """Starts the timer that ends this process; `error` says that a host is gone."""
         self._gone = self._gone or error
         self._told.set()
         # JAX aborts a process whose host 0 is gone, within a second, with its traces.
@@ -471,10 +518,10 @@ class _Hanging:
 
 
 def check_name(learner: str) -> None:
-    """Refuses what is not a valid learner name.
+    """Checks that a text is a valid name of a learner.
 
     Raises:
-        ConfigError: the text is not a name.
+        ConfigError: the text is not a valid name.
     """
     if not names.valid_name(learner):
         raise ConfigError(
@@ -484,10 +531,10 @@ def check_name(learner: str) -> None:
 
 
 def _tokens_per_step(config: Config, learner: str, given: int | None) -> int:
-    """Returns this learner's tokens a step: from the run's specification, or from its loop.
+    """Returns the tokens of one step of this learner, by the run's file or by its loop (`given`).
 
     Raises:
-        ConfigError: neither gives it, or the two disagree.
+        ConfigError: neither gives a number, or the two disagree.
     """
     said = config.run.tokens_of(learner)
     if said and given not in (None, said):
@@ -508,7 +555,7 @@ def _tokens_per_step(config: Config, learner: str, given: int | None) -> int:
 
 
 def warn_of_unused_accelerators(run: str, member: Member) -> None:
-    """Warns of accelerators that JAX could use, unless the user keeps it on the CPU."""
+    """Logs a warning if JAX uses the CPU of a machine with accelerators, and nobody asked it to."""
     in_jax = any(sharding is not None for sharding in member.shardings.values())
     if not in_jax or wants_cpu() or jax.default_backend() != "cpu":
         return
@@ -521,5 +568,5 @@ def warn_of_unused_accelerators(run: str, member: Member) -> None:
 
 
 def wants_cpu() -> bool:
-    """True if the user keeps JAX on the CPU, by the environment or in the program."""
+    """True if the environment or the program limits JAX to the CPU."""
     return getattr(jax.config, "jax_platforms", None) == "cpu" or not allows_accelerators()

@@ -1,8 +1,9 @@
-"""One life of a learner, on host 0 and on a worker: everything between start and end.
+"""One life of a learner: its membership in a run from one join to the end of the process.
 
-A life is made once, from loaded objects: views first (other parameters are overwritten by them),
-then programs, the join, the data position. `leading_host.py` makes it on host 0,
-`following_host.py` on a worker; this module has what both need.
+A learner that restarts begins a new life under the same name. On each of its hosts a life is a
+`Life`, made in this order: views are loaded, programs compiled, the join is published, and the data
+position is read. `leading_host.py` makes a `Life` on host 0, `following_host.py` on the other hosts
+(the workers); this module has the code that both need.
 """
 
 import asyncio
@@ -59,7 +60,7 @@ PROGRESS_S = 5.0
 
 
 class RunEndedError(DilocoError):
-    """The run has ended: no life begins."""
+    """The run has ended, so that no learner can join it."""
 
     status = Exit.MISMATCH
 
@@ -71,14 +72,21 @@ class RunEndedError(DilocoError):
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The objects that a host has before its life begins.
+    """The objects that one host of a learner has before it joins the run.
 
     Attributes:
+        config: the learner's configuration; `settings` are those that all daemons of the run share.
+        member: the facts about the training loop, such as its parameters' shapes.
+        runtime: clock, retries and threads.
+        probes: health, metrics and the connection to systemd.
+        background: runs coroutines on the event loop beside training.
         asked_to_leave: returns whether this learner was asked to end.
-        gives_up: returns whether such a request ends the start; hosts that have met end later.
-        lost_host: is called, on the event loop, when another host is gone; this process may hang
-            in a collective then.
-        naming_lost: a context in which the error of a broken collective becomes `HostLostError`.
+        gives_up: returns whether such a request aborts the start. After the hosts of a learner are
+            connected it aborts nothing: they end together, at a step boundary.
+        lost_host: is called on the event loop, with the error, when another host is gone; this
+            process may then hang in a collective.
+        naming_lost: returns a context manager that turns the error of a broken collective into a
+            `HostLostError`.
     """
 
     config: Config
@@ -93,18 +101,26 @@ class Host:
     naming_lost: Callable[[], AbstractContextManager[None]]
 
     def starting(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine of the start; returns its result.
+        """Runs a coroutine that is part of the learner's start, and returns its result.
 
         Raises:
-            AskedToStopError: the start is given up.
+            AskedToStopError: `gives_up` became true meanwhile.
         """
         return self.background.call(unless_asked(coroutine, self.gives_up))
 
     def wait_for(self, what: str, function: Callable[..., T], *args: object) -> T:
-        """Calls a blocking function of the start, retrying transient faults; returns its result.
+        """Calls a blocking function that is part of the start, and retries transient faults.
+
+        Args:
+            what: names the call in the log.
+            function: the function to call.
+            args: its arguments.
+
+        Returns:
+            The function's result.
 
         Raises:
-            AskedToStopError: the start is given up.
+            AskedToStopError: `gives_up` became true meanwhile.
         """
         runtime, logger = self.runtime, log.get(run=self.settings.run.name)
         return self.starting(
@@ -116,17 +132,24 @@ class Host:
         )
 
     def open_store(self) -> ObjectStore:
-        """Opens the run's store; retries, since its folder may not be mounted yet."""
+        """Opens the run's object store; retries, since a store's folder may not be mounted yet."""
         section = self.config.store
         return self.wait_for(
             "opening the store", lambda: open_store(section.url, emulator=section.emulator)
         )
 
     def layout(self, store: ObjectStore, digest: str) -> Layout:
-        """Returns the layout of the parameters: by the member's hints, or as the run stores it.
+        """Returns the layout: the division of the parameters into fragments and blocks.
+
+        It follows from the member's hint; without a hint it is read from the store.
+
+        Args:
+            store: the run's object store.
+            digest: the digest of the run's layout.
 
         Raises:
-            RunMismatchError: the run has other parameters.
+            RunMismatchError: without a hint: the run has other parameters than the member.
+            TaskError: a synchronized leaf is float64, which JAX is not set to use.
         """
         sync = self.settings.sync
         found = self.member.layout(sync.fragments, sync.block)
@@ -138,7 +161,14 @@ class Host:
         return found
 
     def context(self, bus: Bus, store: ObjectStore, layout: Layout, epoch: int) -> Context:
-        """Makes the context that the parts of a life share."""
+        """Makes the `Context`: the bus, store, logger and counters that all code of a life shares.
+
+        Args:
+            bus: the connection to NATS.
+            store: the run's object store.
+            layout: the run's layout.
+            epoch: the number of the run's tape, 0 for its first.
+        """
         learner = self.member.learner
         logger = log.get(run=self.settings.run.name, learner=learner)
         return Context(
@@ -157,15 +187,18 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """One life on one host.
+    """One life of a learner, on one of its hosts, that is ready for the first step.
 
     Attributes:
-        params: the parameters with which the life begins.
-        leave_run: tells the run that this life ends; returns why, for the log.
+        host: the objects that the host had before.
+        context: the bus, store, logger and counters that all code of this life shares.
+        synchronizer: carries out each step boundary.
+        params: the parameters with which training begins.
+        leave_run: tells the run that this learner ends; returns the reason, for the log.
         give_up: is called if the loop ended before the planned step.
-        find: returns a checkpoint of a state with these shapes and shardings, or None.
-        shares: the learner's shares of the data, if its epochs are divided.
-        last_word: sends the life's last heartbeat at once.
+        find: (shapes, shardings) of a state -> the checkpoint to resume from; None: there is none.
+        shares: the shares of the data that this learner has claimed.
+        last_word: sends the last heartbeat at once.
     """
 
     host: Host
@@ -179,7 +212,7 @@ class Life:
     last_word: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
-        """Tells the run's daemons that this learner trains from now on."""
+        """Reports to systemd, the health checks and the log that training begins."""
         manager, synchronizer = self.host.probes.manager, self.synchronizer
         health, meter = self.context.health, synchronizer.meter
         watchdog_timeout_s = self.host.config.learner.watchdog_timeout_s
@@ -211,7 +244,7 @@ class Life:
             )
 
     def leave(self) -> None:
-        """Ends the life in order: leaves the run, finishes the checkpoint, logs why."""
+        """Leaves the run, waits for the checkpoint that is being made, and logs the reason."""
         tell_stopping(self.host.probes.manager)
         why = self.leave_run()
         if self.synchronizer.saver is not None:
@@ -221,7 +254,7 @@ class Life:
 
 
 def ended_early() -> None:
-    """Raises the error of a host whose loop ended early: the other hosts cannot take a step.
+    """Raises an error, since this host's loop ended early and the other hosts cannot step alone.
 
     Raises:
         HostLostError: always.
@@ -234,7 +267,7 @@ def ended_early() -> None:
 
 
 def prove_store(host: Host, context: Context) -> None:
-    """Stores an object before joining, since a learner that cannot send would train in vain.
+    """Stores a small object before joining, to prove that this learner can upload updates.
 
     Raises:
         StoreError: the store does not permit it.
@@ -245,12 +278,17 @@ def prove_store(host: Host, context: Context) -> None:
 
 
 def read_frozen(host: Host, context: Context, name: str | None) -> Params:
-    """Returns the leaves that are not synchronized, sharded as the loop's; a host reads its part.
+    """Returns the leaves that are not synchronized, with the shardings of the loop's parameters.
+
+    Each host reads only the slices that its devices need.
 
     Args:
         host: this host.
         context: the life's context.
-        name: name of the run's index of these leaves.
+        name: name of the object that lists these leaves; None: all leaves are synchronized.
+
+    Returns:
+        A tree like the loop's parameters, with None in place of synchronized leaves.
 
     Raises:
         IntegrityError: a leaf is damaged, or a leaf loaded by this learner differs from the run's.
@@ -282,7 +320,13 @@ def _slice(held: Frozen, loaded: Mapping[str, Any], name: str, index: Index) -> 
 
 
 def compile_programs(host: Host, replica: Replica, held: Params) -> None:
-    """Compiles step and synchronization on copies, before this learner joins the run."""
+    """Compiles the training step and the synchronization before this learner joins the run.
+
+    Args:
+        host: this host.
+        replica: the learner's tensors; the programs are tried on copies.
+        held: the leaves that are not synchronized.
+    """
     if jax.process_count() > 1:
         host.probes.health.begin_phase("waiting for the learner's other hosts")
         open_groups(host.member.shardings.values(), partial(wait_for_hosts, PHASE_S))
@@ -294,7 +338,7 @@ def compile_programs(host: Host, replica: Replica, held: Params) -> None:
 
 
 def own_folder(host: Host, context: Context) -> CheckpointFolder | None:
-    """Returns this host's folder of checkpoints.
+    """Returns this host's folder of checkpoints; None if the learner keeps none.
 
     Raises:
         ConfigError: a learner of several hosts has `warm_start`.
@@ -309,12 +353,15 @@ def own_folder(host: Host, context: Context) -> CheckpointFolder | None:
 
 
 def own_part() -> str:
-    """Returns the name of this host's part of a checkpoint; "" for a learner of a single host."""
+    """Returns the name of this host's part of each checkpoint; "" for a learner of one host."""
     return names.checkpoint_part(jax.process_index(), jax.process_count())
 
 
 def patient_fetch(host: Host, context: Context) -> PatientFetch:
-    """Returns a blocking function that reads the store and retries transient faults."""
+    """Returns a blocking function for reads of the store, which retries transient faults.
+
+    It maps (name for the log, a function that reads) to the result of that function.
+    """
 
     def fetch(what: str, function: Callable[[], Any]) -> Any:
         runtime = context.runtime
@@ -326,7 +373,7 @@ def patient_fetch(host: Host, context: Context) -> PatientFetch:
 
 
 def log_restored(context: Context, found: Restored, where: str) -> None:
-    """Logs the part of a checkpoint from which a host of several resumes."""
+    """Logs from which part of a checkpoint this host resumes, in a learner of several hosts."""
     context.logger.info(
         "checkpoint_restored",
         where=where,
@@ -339,14 +386,20 @@ def log_restored(context: Context, found: Restored, where: str) -> None:
 def make_saver(
     host: Host, context: Context, folder: CheckpointFolder | None, incarnation: int
 ) -> Saver | None:
-    """Makes the writer of this life's checkpoints, if the learner keeps any."""
+    """Returns the writer of this life's checkpoints; None if `folder` is None."""
     if folder is None:
         return None
     return Saver(context, host.config.learner, folder, incarnation, own_part())
 
 
 def make_replica(host: Host, context: Context, views: Any) -> Replica:
-    """Returns the learner's tensors, made from the newest views of all fragments, float32 [N]."""
+    """Returns the learner's tensors, with the values of `views`.
+
+    Args:
+        host: this host.
+        context: the life's context.
+        views: the newest view of each fragment, in their order: float32 [fragment's size].
+    """
     member = host.member
     return Replica(
         context.settings.sync,
@@ -362,7 +415,7 @@ def make_replica(host: Host, context: Context, views: Any) -> Replica:
 
 
 def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> None:
-    """Sets a learner's metrics; `state` is its core's state."""
+    """Sets the Prometheus metrics in `counted` from a learner's counters and its core's state."""
     meter, traffic = learner.meter, learner.meter.traffic
     each = learner.tokens_per_step
     delay, adoption = mean_and_worst(meter.delays), mean_and_worst(meter.adoptions)

@@ -21,21 +21,23 @@ NAMED = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A training loop as a member of a run: its parameters' shapes and shardings, its properties.
+    """The facts about a training loop that a learner needs before it joins a run.
 
     Attributes:
         learner: the learner's name.
         like: the tree of the loop's parameters, with a shape and dtype for each array.
-        shardings: the loop's sharding of each of these arrays, by the tensor's name.
+        shardings: the loop's sharding of each of these arrays, by the tensor's name; None for an
+            array in the host's memory.
         anchor: memory that holds the adopted views: "device" or "host" (`sync.anchor`).
         tokens_per_step: tokens of one inner step, of all hosts together.
-        hint: (tensor's name, shape) -> `TensorHint`, as in `Task`, from which the layout is made
-            and compared with the run's; None: the run's layout is taken as it is.
-        warm_up: compiles the loop's programs; its argument makes copies of the parameters that it
-            may donate.
-        flops_per_token: as in `Task`.
-        compiling: a context in which programs are compiled.
-        load_frozen: returns leaves that the run does not store, by name.
+        hint: (tensor's name, shape) -> `TensorHint`, as in `Task`. From it follows the layout: the
+            division of the tensors into fragments and blocks. None: the run's layout is used.
+        warm_up: a function that compiles the loop's programs before the learner joins. Its argument
+            is a function that returns copies of the parameters, which `warm_up` may donate.
+        flops_per_token: floating-point operations of training on one token; None: unknown.
+        compiling: returns a context manager, in whose block all programs are compiled.
+        load_frozen: a function that returns, by name, the frozen leaves whose values the run does
+            not store.
     """
 
     learner: str
@@ -56,40 +58,48 @@ class Member:
         Args:
             like: a tree of arrays or shapes.
             rest: the member's other attributes.
+
+        Raises:
+            TaskError: a leaf of `like` is not an array of numbers.
         """
         tree.tensors_of(like)  # raises for a leaf that is no array
         return cls(like=jax.tree.map(_shape, like), shardings=shardings_of(like), **rest)
 
     def full_tokens_per_s(self) -> float:
-        """Returns the tokens a second at its devices' peak; 0 if unknown."""
+        """Returns the tokens a second that the devices would train at their peak; 0 if unknown."""
         lying = [one for one in self.shardings.values() if one is not None]
         devices = {device for one in lying for device in one.device_set}
         return full_tokens_per_s(devices, self.flops_per_token)
 
     def synced(self, layout: Layout) -> Params:
-        """Returns the shapes of the leaves that are synchronized."""
+        """Returns `like` with None in place of each leaf that `layout` does not synchronize."""
         return tree.split(self.like, tree.synced_marks(self.like, layout))[0]
 
     def shardings_of(self, layout: Layout) -> Shardings:
-        """Returns the shardings of the leaves that are synchronized."""
+        """Returns, by name, the shardings of the leaves that `layout` synchronizes."""
         return {tensor.name: self.shardings[tensor.name] for tensor in layout.tensors}
 
     def frozen_shapes(self, layout: Layout) -> Params:
-        """Returns the shapes of the leaves that are not synchronized."""
+        """Returns `like` with None in place of each leaf that `layout` synchronizes."""
         return tree.split(self.like, tree.synced_marks(self.like, layout))[1]
 
     def layout(self, fragments: int, block: int) -> Layout | None:
-        """Returns the layout of its tensors by its own hint; None without a hint."""
+        """Returns the layout that the member's `hint` gives; None if the member has no hint.
+
+        Args:
+            fragments: the number of fragments.
+            block: the number of elements that share one scale when they are quantized.
+        """
         if self.hint is None:
             return None
         tensors = self._tensors()
         return make_layout(tensors, fragments=fragments, block=block, hint=self.hint)
 
     def check(self, layout: Layout) -> None:
-        """Refuses a run of another model.
+        """Compares the member's tensors with those of the run: names, shapes and dtypes.
 
         Raises:
-            RunMismatchError: names the tensors that differ.
+            RunMismatchError: tensors differ; the error names them.
         """
         ours = {tensor.name: (tensor.shape, tensor.dtype) for tensor in self._tensors()}
         every = (*layout.tensors, *layout.constants)

@@ -1,12 +1,12 @@
-"""Each step boundary of a learner: planned once for all its hosts, and carried out on each.
+"""Plans each step boundary of a learner once for all its hosts, and carries the plan out on each.
 
 Nothing here waits for the network: `Background` has a thread for it. (A learner in lockstep does
 wait for versions; that mode is for tests and baselines.)
 
 A learner of one host plans each boundary when it comes. With several hosts, host 0 plans some
-boundaries ahead (`lookahead`) and sends the plans to the others: all do the same at the same
-boundary, and none waits for its plan. Since a plan says that steps follow, the core (`sync.py`) can
-run ahead: the steps that it counts at a boundary are done when that boundary comes.
+boundaries ahead (`lookahead`) and sends the plans to the other hosts: all hosts do the same at the
+same boundary, and no host waits for its plan. A plan also says whether a step follows. So the core
+(`sync.py`) can count steps that are not taken yet: they are done when their boundary comes.
 """
 
 import math
@@ -52,7 +52,11 @@ REMEMBERED = 1 << 16
 
 
 def scalar_of(value: Any, what: str) -> float:
-    """Converts a scalar from the loop to a float; `what` names it in errors.
+    """Converts a scalar from the training loop to a float; waits if it is still computing.
+
+    Args:
+        value: a number, or an array of one element.
+        what: names the value in errors.
 
     Raises:
         DilocoError: the value is not a number.
@@ -68,7 +72,7 @@ def scalar_of(value: Any, what: str) -> float:
 
 
 def loss_of(value: Any) -> float:
-    """Returns the training loss of a step; waits for it, if it is still computing.
+    """Returns the training loss of a step as a float; waits if the loss is still computing.
 
     Raises:
         DilocoError: the loss is not a scalar.
@@ -85,7 +89,7 @@ def loss_of(value: Any) -> float:
 
 
 def figures_of(figures: Mapping[str, Any], when: str = "") -> dict[str, float]:
-    """Converts a loop's figures to floats, by name; errors begin with `when`.
+    """Converts a training loop's figures to floats, by name; error messages begin with `when`.
 
     Raises:
         DilocoError: the figures have no names, or one is not a number.
@@ -111,28 +115,40 @@ WHY_NOT = {
 def mean_and_worst(
     times: Sequence[tuple[float, float]],
 ) -> tuple[float, float, float, float]:
-    """Returns mean and worst seconds, mean and worst steps, of (steps, seconds) pairs."""
+    """Returns (mean seconds, most seconds, mean steps, most steps) of (steps, seconds) pairs.
+
+    All are 0 if there are no pairs.
+    """
     steps, times_s = zip(*(times or ((0.0, 0.0),)), strict=True)
     return fmean(times_s), max(times_s), fmean(steps), max(steps)
 
 
 class Losses:
-    """The training losses of this life's steps; the newest may still be computing."""
+    """The training losses of the newest `REMEMBERED` steps since this learner joined.
+
+    The loss of the newest step may still be computing on the devices.
+    """
 
     def __init__(self) -> None:
         self._known: deque[float] = deque(maxlen=REMEMBERED)
         self._newest: Any = None
 
     def stepped(self, before: float | None, newest: Any) -> None:
-        """Notes a step with loss `newest`; `before` is the previous step's loss, known by now."""
+        """Adds a step's loss.
+
+        Args:
+            before: the loss of the step before, which is computed by now; None: there is none.
+            newest: the loss of the step, a scalar that may still be computing.
+        """
         if before is not None:
             self._known.append(before)
         self._newest = newest
 
     def mean(self, steps: int) -> Callable[[], float]:
-        """Returns a function that computes the mean loss of the last `steps`; it may wait.
+        """Returns a function that computes the mean loss of the last `steps` steps.
 
-        It raises an error for a loss that is not finite: such an update is never announced.
+        The function waits if the newest loss is still computing. It raises a DivergedError for a
+        loss that is infinite or NaN, so that such an update is never announced.
         """
         known = list(self._known)[max(0, len(self._known) + 1 - steps) :]
         newest = self._newest
@@ -141,14 +157,29 @@ class Losses:
 
 @dataclass
 class Meter:
-    """A learner's counters of its own work; the heartbeat reads them from another thread.
+    """Counters of a learner's work since it joined; heartbeats read them from another thread.
 
-    `local_step` resumes from a checkpoint, and so does the sum of `earlier_tokens` and `tokens`.
-    `version` is the newest that was adopted. `stall_s` is the training thread's time in
-    synchronization, `data_s` its time waiting for batches; `run_s` all its time since the first
-    step. `full_tokens_per_s`: the tokens a second of the devices at their peak; 0 if unknown.
-    `delays` are the inner steps and seconds from the boundary that sent an update to the boundary
-    that adopted its answer; `adoptions` those from a version's making to its adoption.
+    Attributes:
+        learner: the learner's name.
+        traffic: bytes and updates that the background has counted.
+        state: one of `LEARNER_STATES`.
+        local_step: inner steps of this learner; resumes from a checkpoint.
+        global_step: the run's clock, as far as the learner knows it.
+        version: the newest adopted version of any fragment.
+        tokens: tokens trained since the join.
+        earlier_tokens: tokens trained before the join, from a checkpoint.
+        loss: moving average of the training loss; None before the first is known.
+        metrics: moving averages of further scalars, by name.
+        step_time_s: moving average of the seconds of an inner step; 0 if unknown.
+        tokens_per_s: tokens a second, by `step_time_s`.
+        stall_s: seconds that the training thread spent in synchronization.
+        data_s: seconds that the training thread waited for batches.
+        run_s: seconds since this meter was made, shortly before the first step, without pauses.
+        full_tokens_per_s: the tokens a second of the devices at their peak; 0 if unknown.
+        delays: (steps, seconds) from the boundary that sent an update to the boundary that adopted
+            the record which resolves the update; of the last `DELAYS` updates.
+        adoptions: (steps, seconds) from the making of a version to its adoption; of the last
+            `DELAYS` versions.
     """
 
     learner: str
@@ -172,7 +203,14 @@ class Meter:
     _began_s: float = field(default_factory=time.perf_counter)
 
     def stepped(self, took_s: float, tokens: int, loss: float | None) -> None:
-        """Counts a step; the first one, which may compile, gives no time."""
+        """Counts an inner step.
+
+        Args:
+            took_s: seconds that the step took.
+            tokens: the step's tokens.
+            loss: the loss of the step before; None for the first step, whose time is not averaged
+                since it may compile.
+        """
         self.local_step += 1
         self.tokens += tokens
         self.run_s = time.perf_counter() - self._began_s
@@ -184,7 +222,11 @@ class Meter:
                 self.show({"mfu": self.tokens_per_s / self.full_tokens_per_s})
 
     def measured(self, metrics: Mapping[str, Any]) -> None:
-        """Adds the previous step's other scalars to their moving averages."""
+        """Adds the previous step's scalars other than the loss to their moving averages.
+
+        Raises:
+            DilocoError: a scalar is not a number, or a heartbeat cannot hold its name.
+        """
         averages = {}
         for name, value in figures_of(metrics, f"at step {self.local_step}, ").items():
             before = self.metrics.get(name)
@@ -192,10 +234,10 @@ class Meter:
         self.show(averages)
 
     def show(self, figures: Mapping[str, float]) -> None:
-        """Puts these numbers into heartbeats, without those that are not finite.
+        """Adds `figures` to the metrics of heartbeats; leaves out figures that are not finite.
 
         Raises:
-            DilocoError: a heartbeat cannot hold them.
+            DilocoError: a name is invalid, or there are more than `MOST_METRICS` metrics.
         """
         if not figures:
             return
@@ -212,17 +254,17 @@ class Meter:
         self.metrics = every
 
     def answered(self, steps: int, took_s: float) -> None:
-        """Notes the steps and seconds from an update's send to the adoption of its answer."""
+        """Adds a delay: steps and seconds from an update's send to the adoption of its verdict."""
         # A new one, since the heartbeat may be reading the old.
         self.delays = (*self.delays[1 - DELAYS :], (steps, max(0.0, took_s)))
 
     def adopted(self, took_s: float) -> None:
-        """Notes the seconds from the making of a version to its adoption."""
+        """Adds the seconds from the making of a version to its adoption."""
         steps = took_s / self.step_time_s if self.step_time_s else 0.0
         self.adoptions = (*self.adoptions[1 - DELAYS :], (max(0.0, steps), max(0.0, took_s)))
 
     def stalled(self, took_s: float) -> None:
-        """Adds seconds that training waited for synchronization, also after its final step."""
+        """Adds seconds for which training waited for synchronization, also after the last step."""
         self.stall_s += took_s
         self.run_s = time.perf_counter() - self._began_s
 
@@ -237,11 +279,19 @@ class Meter:
         return HealthView(f"{self.state}: step {self.local_step:,}{loss}", why)
 
     def turn_limit_s(self, watchdog_timeout_s: float) -> float:
-        """Returns the seconds after which a turn of the training loop counts as hanging."""
+        """Returns the seconds after which a turn of the training loop counts as hanging.
+
+        They are at least `watchdog_timeout_s`, and many times the usual step time.
+        """
         return step_limit_s(watchdog_timeout_s, self.step_time_s)
 
     def heartbeat(self, incarnation: int, trouble: str = "") -> wire.Heartbeat:
-        """Returns a heartbeat with the newest figures."""
+        """Returns a heartbeat with the newest figures.
+
+        Args:
+            incarnation: the sequence of this learner's join in the stream.
+            trouble: a problem that an operator should look at; empty: none.
+        """
         delay, adoption = mean_and_worst(self.delays), mean_and_worst(self.adoptions)
         return wire.Heartbeat(
             learner=self.learner,
@@ -279,10 +329,10 @@ HOLD_S = 0.05
 
 
 class Inbox(Protocol):
-    """The source of a planner's events."""
+    """The source of a planner's events, such as `Background`."""
 
     def events(self, wait_s: float = 0.0) -> list[Arrived]:
-        """Works as `Background.events`."""
+        """Returns the events that have arrived; with none, waits up to `wait_s` for the first."""
 
 
 def never() -> bool:
@@ -292,17 +342,23 @@ def never() -> bool:
 
 @dataclass
 class Planner:
-    """Makes the boundaries of one life of a learner; only the training loop's thread calls this.
+    """Plans the step boundaries of a learner from its join to its end, by the core (`sync.py`).
+
+    Only the training loop's thread may call the methods.
 
     Attributes:
-        rules: the core's rules; `state` is its state, `lookahead` boundaries ahead of training.
-        tokens_per_step: tokens of all hosts together.
-        lookahead: 0 for a learner of one host.
-        drain_timeout_s: for how long a learner that was asked to leave continues to send. At the
-            run's end there is no limit, since the aggregator waits for this learner.
+        rules: the core's rules.
+        state: the core's state, which is `lookahead` boundaries ahead of training.
+        inbox: the source of events.
+        tokens_per_step: tokens of one inner step, of all hosts together.
+        asked_to_leave: returns whether this learner was asked to leave.
+        lookahead: the number of boundaries to plan ahead; 0 for a learner of one host.
+        drain_timeout_s: seconds for which a learner that was asked to leave continues to send. At
+            the run's end there is no limit, since the aggregator waits for this learner.
+        clock: returns the time in seconds.
         checkpoint_due: returns whether a checkpoint is due.
-        tell: is called with each boundary as it is planned.
-        turned: is called at each boundary, also at those without a step.
+        tell: is called with each boundary when it is planned.
+        turned: is called at each boundary, also at boundaries without a step.
     """
 
     rules: SyncRules
@@ -322,17 +378,20 @@ class Planner:
     _payloads: dict[tuple[int, int], Decoded] = field(default_factory=dict)
 
     def first_step(self) -> int:
-        """Returns the run's clock for the step before the first boundary."""
+        """Returns the run's clock (global step) for the step before the first boundary."""
         return sync.clock(self.rules, self.state)
 
     def payload(self, fragment: int, record_seq: int) -> Any:
-        """Takes a record's tensors, once, which makes room for others."""
+        """Returns the tensors of a record, and gives their room on the devices to other records.
+
+        Must be called once for each record; returns None if the record needs no tensors.
+        """
         payload = self._payloads.pop((fragment, record_seq))
         payload.release()
         return payload.tensors
 
     def give_up(self) -> None:
-        """Notes that the loop ended before the planned step, which does not count."""
+        """Takes back the planned step, since the training loop ended before that step."""
         assert not self.lookahead
         if self._then == "step":
             self._then = "hold"
@@ -364,7 +423,7 @@ class Planner:
         )
 
     def _checkpoint_due(self) -> bool:
-        """True if a checkpoint is due and not planned; it stays due until its boundary."""
+        """True if a checkpoint is due, and no boundary that is planned ahead makes one."""
         planned = any(boundary.checkpoint for boundary in self._planned)
         return not planned and self.checkpoint_due()
 
@@ -403,28 +462,34 @@ class Boundaries(Protocol):
     """The source of boundaries: this host's `Planner`, or host 0's through `Worker`."""
 
     def first_step(self) -> int:
-        """Returns the run's clock for the step before the first boundary."""
+        """Returns the run's clock (global step) for the step before the first boundary."""
 
     def next(self) -> Boundary:
         """Returns the plan of the next step boundary."""
 
     def payload(self, fragment: int, record_seq: int) -> Delta | PendingView | None:
-        """Takes a record's tensors from the devices where they wait, once."""
+        """Returns the tensors of a record, which were waiting on the devices; once per record.
+
+        Returns None if the record needs no tensors.
+        """
 
 
 @dataclass
 class Synchronizer:
-    """Carries out the boundaries of one life of a learner, on one host.
+    """Carries out the step boundaries of a learner from its join to its end, on one host.
 
     Attributes:
         replica: the learner's tensors.
         position: the learner's position in its data, in batches.
-        tokens_per_step: tokens of all hosts together.
-        boundaries: the source of boundaries.
+        tokens_per_step: tokens of one inner step, of all hosts together.
+        boundaries: the source of plans.
         outbox: takes the learner's outgoing messages.
-        saver: makes its checkpoints, if it keeps any.
-        losses: losses of its steps.
-        check_interval_versions: versions of a fragment between two digests of its view; 0: none.
+        meter: counts steps, tokens and times.
+        saver: makes the learner's checkpoints; None: it keeps none.
+        clock: returns the time in seconds.
+        losses: losses of the learner's steps.
+        check_interval_versions: updates report the digest of the learner's own view once in so many
+            versions of a fragment; 0: never.
     """
 
     replica: Replica
@@ -441,16 +506,17 @@ class Synchronizer:
     _sent: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def progress(self) -> TrainingProgress:
-        """Returns the steps and tokens of this learner, its data position, and the run's clock."""
+        """Returns the learner's steps, tokens and data position, and the run's clock."""
         meter = self.meter
         tokens = meter.earlier_tokens + meter.tokens
         return TrainingProgress(meter.local_step, tokens, self.position, meter.global_step)
 
     def turn(self, trained: Callable[[], Params] | None = None) -> Boundary:
-        """Takes a step boundary: gets the plan, and carries it out.
+        """Gets the plan of the next step boundary, carries it out, and returns it.
 
         Args:
-            trained: returns the loop's parameters after the step.
+            trained: returns the loop's synchronized parameters after the step; None: the replica
+                has them already.
         """
         began_s = time.perf_counter()
         boundary = self.boundaries.next()
@@ -500,7 +566,7 @@ class Synchronizer:
                 self.outbox(Done(self.position, fragments))
 
     def _digest(self, send: Send) -> Callable[[], str] | None:
-        """Returns a function that computes the view's digest, if this update is to report it.
+        """Returns a function that computes the digest of the fragment's view; None if none is due.
 
         The first digest is due after a version was adopted: before that nothing was decoded.
         """

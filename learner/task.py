@@ -5,15 +5,16 @@ batches, and the evaluation of parameters. The system does the rest (learners, f
 A user's module has a function `build(*, steps, seed, **options) -> Task`.
 
 Rules, checked by `load_and_check_task.load_task` before anything is allocated:
-  1. `init` gives the same structure, shapes and dtypes for every key, and every leaf has a name of
-     its own. Leaves are floating, integer or bool. It gives parameters, of which the floating ones
-     are trained; or `Variables`, which hold frozen leaves and state apart.
-  2. `loss` of (parameters, batch, PRNG key) is (one floating scalar, named scalars), then the new
-     state if there is state. It can be jitted.
+  1. `init` returns the same structure, shapes and dtypes for every key, and every leaf has a unique
+     name. Leaves are floating, integer or bool. `init` returns a tree of parameters, of which the
+     floating leaves are trained; or `Variables`, which separate trained leaves, frozen leaves and
+     state.
+  2. `loss(parameters, batch, PRNG key)` returns (one floating scalar, scalars by name), or with
+     state (scalar, scalars by name, new state). JAX can jit `loss`.
   3. `batches(learner, n)` is endless, its first item is batch number n, and a second call gives the
      same batches: a learner that restarts resumes by position alone.
-  4. `optimizer` is an ordinary one of optax; or, where `schedule` gives the learning rate, it gives
-     a direction without one.
+  4. `optimizer` is an ordinary optimizer of optax. If the task has a `schedule`, which gives the
+     learning rate, `optimizer` gives a direction without a learning rate.
   5. `rows`, `partition`, `sample` and `load_frozen` may be left out. With `rows`, each host of a
      learner reads only its part of a batch; with `partition`, the task says how tensors are cut
      over devices; with `sample`, `diloco sample` prints text of the model; with `load_frozen`,
@@ -64,14 +65,23 @@ COMPUTE_DTYPES = (None, "bfloat16")
 
 
 class Holder(Protocol):
-    """A learner as reader of shares of the data; `Learner.divide` returns it."""
+    """Gives the shares of the data that a learner has claimed; `Learner.divide` returns it.
+
+    A *holding* is a share, or the rest of a share, that the learner reads.
+    """
 
     @property
     def epoch(self) -> int:
-        """The epoch of the run's tape; the data's epochs start over with each tape."""
+        """The number of the run's tape: 0, and 1 more each time the run resumes on a new tape.
+
+        The epochs of the data start over with each tape.
+        """
 
     def at(self, position: int) -> Holding | None:
-        """Waits for the holding with the batch at `position`; None if no batch is wanted now."""
+        """Waits until the learner has the holding of batch number `position`, and returns it.
+
+        Returns None if the learner is to end instead.
+        """
 
 
 class Shared(Protocol):
@@ -79,12 +89,19 @@ class Shared(Protocol):
 
     @property
     def sizes(self) -> Sizes:
-        """The division of each epoch into shares."""
+        """The number of shares in an epoch, and the number of batches in a share."""
 
     def claimed(
         self, holder: Holder, position: int, start: int = 0, stop: int | None = None
     ) -> Iterator[Batch]:
-        """Yields rows start:stop of the batches that `holder` holds, from `position` on."""
+        """Yields the batches of the shares that `holder` gives; ends when `holder` gives no more.
+
+        Args:
+            holder: gives the learner's shares, and waits for them.
+            position: the number of the first batch, counted over all shares of the learner.
+            start: the first row of each batch to read.
+            stop: the row after the last one to read; None: the end of the batch.
+        """
 
 
 class Files(Protocol):
@@ -92,34 +109,47 @@ class Files(Protocol):
 
     @property
     def first(self) -> Path | None:
-        """The folder with the run's first parameters, if the task names one."""
+        """The folder with the parameters of the run's version 0; None if the task names none."""
 
     def read(self, folder: Path) -> Mapping[str, Any]:
         """Opens a checkpoint's folder, and returns its tensors by the parameters' names.
 
-        Nothing is read yet: each tensor has a shape, and slicing its first axis reads those rows.
+        No values are read yet: each tensor has a `shape`, and slicing its first axis reads rows.
         """
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
-        """Writes a new folder with parameters by name, with floats as `dtype`."""
+        """Writes a new folder.
+
+        Args:
+            folder: the folder to make.
+            leaves: the parameters by name.
+            dtype: the dtype in which floating parameters are written.
+        """
 
 
 @runtime_checkable
 class MergedFiles(Files, Protocol):
-    """As `Files`, of a task with adapters: also writes the base model with the adapters merged."""
+    """The `Files` of a task that trains adapters of a frozen base model, such as LoRA."""
 
     def write_merged(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
-        """Writes the merged model, which loads without the base, from trained and frozen leaves."""
+        """Writes a new folder with the base model into which the adapters are merged.
+
+        Args:
+            folder: the folder to make.
+            leaves: all leaves by name: the trained adapters and the frozen base model.
+            dtype: the dtype in which floating parameters are written.
+        """
 
 
 class Variables(NamedTuple):
-    """Parameters that are not all trained: the result of `Task.init`, and argument of `Task.loss`.
+    """Parameters that are not all trained: a result of `Task.init`, and argument of `Task.loss`.
 
     Attributes:
         trained: leaves that are trained and synchronized; all floating.
-        frozen: leaves that never change; no optimizer, update or version has them.
-        state: leaves that the loss returns changed, such as batch statistics. Each learner keeps
-            its own; or it is averaged over the fleet, by leaf, where `hint` says `kind="averaged"`.
+        frozen: leaves that never change, and are part of no update or version.
+        state: leaves whose new values `loss` returns, such as batch statistics. Each learner keeps
+            its own values; leaves for which `hint` says `kind="averaged"` are averaged over the
+            fleet.
     """
 
     trained: Params
@@ -128,7 +158,10 @@ class Variables(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The loss of a batch, further scalars by name, and the new state."""
+    """The result of `Task.loss`: a batch's mean loss, further scalars by name, and the new state.
+
+    `state` is None for a task without state.
+    """
 
     loss: jax.Array
     metrics: Metrics
@@ -243,14 +276,18 @@ class Task:
 
     @functools.cached_property
     def shapes(self) -> Params:
-        """Works as `params_shapes`, traced once."""
+        """The tree of `jax.ShapeDtypeStruct` of the result of `init`, which is traced once.
+
+        Raises:
+            TaskError: `init` cannot be traced.
+        """
         return params_shapes(self)
 
     def evaluated(self, params: Params, batch: Batch, key: jax.Array) -> Evaluated:
-        """Calls the loss on a batch; returns its result as an `Evaluated`.
+        """Calls `loss` on a batch, and returns the result as an `Evaluated`.
 
         Raises:
-            TaskError: the result has an invalid form.
+            TaskError: the result is neither (loss, metrics) nor (loss, metrics, state).
         """
         said = self.loss(params, batch, key)
         parts = said if isinstance(said, tuple) else (said,)
@@ -272,18 +309,18 @@ def _require_count(name: str, value: Any, hint: str) -> None:
 
 
 class TaskScores(NamedTuple):
-    """The figures that `Task.evaluate` measures.
+    """The figures that `Task.evaluate` measures: the loss, and other scalars by name.
 
     Attributes:
-        figures: figures of all held-out data, by name; `loss` is among them.
-        slices: figures of named parts of that data, by the part's name.
+        figures: figures of all held-out data, by the figure's name; `loss` is among them.
+        slices: figures of parts (slices) of that data, by the slice's name, then the figure's.
     """
 
     figures: dict[str, float]
     slices: dict[str, dict[str, float]]
 
     def losses(self) -> dict[str, float]:
-        """Returns the loss of each slice by name; first, under `WHOLE`, that of all the data."""
+        """Returns the loss of all held-out data, under the name `WHOLE`, and that of each slice."""
         of_slices = {name: figures["loss"] for name, figures in self.slices.items()}
         return {WHOLE: self.figures["loss"], **of_slices}
 
@@ -292,12 +329,16 @@ _METRIC, _SLICE = re.compile(METRIC_NAME), re.compile(SLICE_NAME)
 
 
 def held_out_loss(task: Task, params: Params) -> float:
-    """Evaluates a task's `params`; returns the loss on held-out data."""
+    """Evaluates `params` by `Task.evaluate`; returns the mean loss on held-out data.
+
+    Raises:
+        TaskError: `Task.evaluate` returns figures of an invalid form.
+    """
     return scores(task.evaluate(params)).figures["loss"]
 
 
 def scores(said: float | Metrics) -> TaskScores:
-    """Parses the value that `evaluate` returned.
+    """Parses a value that `Task.evaluate` returned.
 
     Raises:
         TaskError: the loss is missing, a score is not a number, or a slice has no data.
@@ -333,7 +374,7 @@ def _slice(name: Any, said: Any, loss: float) -> dict[str, float]:
 
 
 def _figures(said: Metrics, of: str) -> dict[str, float]:
-    """Converts scalars to floats by name; `of` names their data in errors."""
+    """Converts scalars to floats, by name; `of` says in errors which data was evaluated."""
     if "loss" not in said:
         raise TaskError(
             f"Task.evaluate returned no loss{of}, but {', '.join(map(str, said)) or 'nothing'}",
@@ -381,15 +422,15 @@ def params_shapes(task: Task) -> Params:
 
 
 def is_floating(leaf: Any) -> bool:
-    """True if a leaf is of a dtype that can be trained."""
+    """True if the dtype of a leaf is a floating one that can be trained (`FLOATING`)."""
     return jnp.result_type(leaf).name in FLOATING
 
 
 def check_dtype(name: str, dtype: Any) -> None:
-    """Refuses a leaf whose dtype a run cannot store.
+    """Checks that a run can store leaves of a dtype; `name` names the leaf in errors.
 
     Raises:
-        TaskError: the leaf has such a dtype.
+        TaskError: the dtype is not floating, integer or bool, or has another machine's byte order.
     """
     whole = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
     if not (whole or dtype.name in FLOATING):
@@ -408,7 +449,15 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 
 def hint_of(task: Task, shapes: Params) -> Hint:
-    """Returns the task's hint, with each leaf's kind by its place in `Variables`."""
+    """Returns the hint of a task; for `Variables`, hints get the kind of the leaf's field.
+
+    Leaves of `frozen` have the kind "frozen". Leaves of `state` have the kind "local", or
+    "averaged" where `Task.hint` says so.
+
+    Args:
+        task: the task; its `hint` is called with names that lack the prefix `trained/`.
+        shapes: shapes of the task's parameters; unless a `Variables`, `Task.hint` is returned.
+    """
     if not isinstance(shapes, Variables):
         return task.hint
 
@@ -425,7 +474,11 @@ def hint_of(task: Task, shapes: Params) -> Hint:
 
 
 def hint_of_decoder(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - a `Hint`
-    """Returns a decoder's hint: averaged embeddings, alone in fragments; a norm for each layer."""
+    """Returns the `TensorHint` for a tensor of a decoder, by the tensor's name.
+
+    Embeddings are merged by weighted average, and share no fragment with other tensors. Tensors
+    that stack layers have one norm for each layer.
+    """
     if name in ("embed", "fed_embed"):
         return TensorHint(merge="average", alone=True)
     stacked = name.startswith(("layers/", "tower/layers/"))
@@ -433,7 +486,7 @@ def hint_of_decoder(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: A
 
 
 def own_name(name: str) -> str:
-    """Returns the name of a leaf for a task's functions: without the prefix of trained leaves."""
+    """Removes the prefix `trained/` from a leaf's name, since a task's functions do not use it."""
     return name.removeprefix(TRAINED)
 
 
@@ -455,11 +508,14 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 def checked_options(task: str, hint: str) -> Callable[[Callable[P, "Task"]], Callable[P, "Task"]]:
-    """Decorates a `build`: its options must have the annotated types; no value is converted.
+    """Decorates a task's `build`: checks that options have the annotated types, converts none.
 
     Args:
         task: the task's name in errors.
         hint: the advice in errors.
+
+    Returns:
+        The decorator; the decorated `build` raises a TaskError for an option of another type.
     """
 
     def decorated(build: Callable[P, Task]) -> Callable[P, Task]:
@@ -501,6 +557,6 @@ def tree_words(shapes: Any) -> str:
 
 
 def leaves_of(shapes: Any) -> list[tuple[str, Any]]:
-    """Returns the leaves, each with its path."""
+    """Returns (path, leaf) of each leaf of a tree, with the path as text."""
     leaves = jax.tree_util.tree_flatten_with_path(shapes)[0]
     return [(jax.tree_util.keystr(path) or "(one leaf)", leaf) for path, leaf in leaves]

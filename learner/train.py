@@ -1,4 +1,4 @@
-"""The training loop of `diloco learner`, around a task: a client of `library.py`, top to bottom.
+"""The training loop of `diloco learner`: trains a task, by the interface of `library.py`.
 
 Each turn takes an inner step and calls `learner.step`, which adopts versions and sends updates.
 """
@@ -17,9 +17,9 @@ from diloco.learner.library import Learner
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 
-# Steps without a gradient after which a leaf is warned of.
+# A warning names the leaves whose gradient was zero for this number of steps.
 STILL_STEPS = 50
-# The number of steps that move something and are judged.
+# The number of steps that change parameters and whose direction is checked.
 JUDGED_STEPS = 3
 
 
@@ -36,7 +36,7 @@ class TaskProgram:
         self._key = island.key()
 
     def compile(self) -> None:
-        """Compiles the inner step, before there are parameters; further calls do nothing."""
+        """Compiles the inner step from shapes, without parameters; further calls do nothing."""
         if self._step is not None:
             return
         island, numbers = self._island, (np.int32(0), np.uint32(0), self._key)
@@ -49,8 +49,8 @@ class TaskProgram:
         """Trains until the run stops or this learner is asked to leave.
 
         Args:
-            learner: its membership in the run.
-            speed: share of full speed.
+            learner: the membership in the run.
+            speed: share of full speed; below 1 the loop sleeps after each step.
         """
         island = self._island
         params, state, restored = _restored(island, learner)
@@ -88,14 +88,18 @@ class TaskProgram:
 
 
 class SignCheck:
-    """Finds an optimizer whose updates have the wrong sign, over the first steps that move.
+    """Finds an optimizer whose updates have the wrong sign, by its first `JUDGED_STEPS` steps.
 
-    A fresh optimizer's first step follows from one gradient alone, so it must go downhill: it is
-    checked by itself, before anything is sent. Momentum and a batch's noise may turn a single later
-    step uphill, so at later steps the sum of all descents is checked.
+    A step's descent is minus the inner product of its gradient and the optimizer's move: positive
+    if the step goes downhill. A fresh optimizer's first step follows from one gradient alone, so
+    its descent must not be negative. Momentum and a batch's noise may turn a single later step
+    uphill, so after later steps the sum of all descents is checked.
 
     Args:
         done: nothing is to be checked, since the optimizer resumes from a checkpoint.
+
+    Attributes:
+        done: no further step is to be checked.
     """
 
     def __init__(self, *, done: bool = False) -> None:
@@ -104,10 +108,10 @@ class SignCheck:
         self._sum = 0.0
 
     def look(self, descent: float) -> None:
-        """Takes a step's descent, 0 where nothing moved.
+        """Adds a step's descent; 0 for a step that changed no parameter, which does not count.
 
         Raises:
-            TaskError: the optimizer goes uphill.
+            TaskError: the sum of the descents is negative.
         """
         self._steps += descent != 0
         self._sum += descent
@@ -137,7 +141,13 @@ class GradientWatch:
         self._warned: set[str] = set()
 
     def look(self, still: jax.Array) -> None:
-        """Takes a step's marks of zero gradients; reads those of `STILL_STEPS` steps at once."""
+        """Takes a step's flags; each `STILL_STEPS` steps, warns of leaves that had no gradient.
+
+        The flags are read from the device only then.
+
+        Args:
+            still: for each trained leaf, whether its gradient was zero; bool [leaves].
+        """
         self._seen.append(still)
         if len(self._seen) < STILL_STEPS:
             return
@@ -150,7 +160,10 @@ class GradientWatch:
 
 
 def _restored(island: Island, learner: Learner) -> tuple[Params, Any, bool]:
-    """Returns parameters and optimizer's state, and whether both resume from a checkpoint."""
+    """Returns the parameters, the optimizer's state, and whether a checkpoint had that state.
+
+    Leaves of local state, which each learner keeps for itself, come from the checkpoint too.
+    """
     like = island.sharded_state()
     keeps = any(island.division.local)
     if not keeps:
@@ -166,13 +179,16 @@ def _restored(island: Island, learner: Learner) -> tuple[Params, Any, bool]:
 
 
 def _saved(island: Island, params: Params, state: Any) -> Any:
-    """Returns the state for a checkpoint: the optimizer's, and local leaves if there are any."""
+    """Returns the contents of a checkpoint: the optimizer's state, or (that state, local leaves).
+
+    Local leaves are those that each learner keeps for itself.
+    """
     if not any(island.division.local):
         return state
     return state, tree.split(params, island.division.local)[0]
 
 
 def _slow_down(params: Params, began_s: float, speed: float) -> None:
-    """Sleeps so that the step takes 1 / speed of its time, as a slower machine would."""
+    """Sleeps so that the step takes 1 / `speed` of its time, as on a slower machine."""
     jax.block_until_ready(params)
     time.sleep((time.perf_counter() - began_s) * (1 / speed - 1))

@@ -11,7 +11,16 @@ from diloco.common.protocol.layout import Layout
 # at any message, and the state's meaning must not depend on earlier settings.
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncRules:
-    """The run's settings that the core needs."""
+    """The run's settings that the core needs, named as in the configuration's section `sync`.
+
+    Attributes:
+        lockstep: `sync.mode` is "lockstep": a learner waits for the version of each update.
+        overwrite: `sync.adopt` is "overwrite": a version replaces the learner's parameters.
+        blend: the share of the steps since an update that stays when its version is adopted; 1 with
+            another `sync.adopt` than "blend".
+        averaged: indices of the fragments of averaged state, such as batch statistics.
+        paused: the run is paused: no steps are taken.
+    """
 
     interval_steps: int
     warmup_steps: int
@@ -29,7 +38,13 @@ class SyncRules:
 def sync_rules(
     sync: SyncSection, layout: Layout | None = None, *, paused: bool = False
 ) -> SyncRules:
-    """Returns the rules of a run's learners; without `layout` no fragment is averaged state."""
+    """Returns the rules for the learners of a run.
+
+    Args:
+        sync: the run's sync section.
+        layout: the run's layout, which tells the fragments of averaged state; None: there are none.
+        paused: the run is paused.
+    """
     fragments = layout.fragments if layout is not None else ()
     return SyncRules(
         interval_steps=sync.interval_steps,
@@ -52,12 +67,18 @@ def sync_rules(
 # A record enters the core only once its tensors are on the devices: so `Adopt` is a small step
 # at the boundary that has it, whatever the network does (never waits).
 class Ready(NamedTuple):
-    """A record that has arrived and whose delta, if it has one, is decoded.
+    """A record has arrived, and the tensors that it needs, if any, are on the devices.
 
-    `resolved_seq`: the highest update of this incarnation that the record resolves; `rolled_back`:
-    a rollback lies between the version adopted before and this one; `merged_seq`: this
-    incarnation's newest update known to be in this version, 0 for none; `made_at_s`: when the
-    record was made, 0 if unknown.
+    Attributes:
+        fragment: index of the record's fragment.
+        record_seq: the record's sequence in the stream.
+        version: the version that the record states.
+        view_digest: the digest of that version's view.
+        global_step: the run's clock at the record.
+        resolved_seq: `seq` of this incarnation's newest update that is merged or rejected; 0: none.
+        rolled_back: the run was rolled back since the version that was adopted before.
+        merged_seq: `seq` of this incarnation's newest update that is merged; 0: none is known.
+        made_at_s: when the record was made, by this learner's clock; 0: unknown.
     """
 
     fragment: int
@@ -74,7 +95,11 @@ class Ready(NamedTuple):
 # The only event that is a boundary. It comes after the step whose work it counts, so that an
 # update sent at this boundary covers that step.
 class Stepped(NamedTuple):
-    """An inner step was taken over `tokens` tokens; `steps` is 0 for the flush after the end."""
+    """A step boundary has come, after an inner step over `tokens` tokens.
+
+    `steps` is 1, or 0 if no step was taken: while the learner is paused, waits or sends its last
+    updates. `now_s` is the time in seconds.
+    """
 
     now_s: float
     tokens: int
@@ -82,14 +107,14 @@ class Stepped(NamedTuple):
 
 
 class RoundOpened(NamedTuple):
-    """The aggregator has opened a round that makes `version`."""
+    """The aggregator has opened the round that makes `version` of a fragment."""
 
     fragment: int
     version: int
 
 
 class Published(NamedTuple):
-    """The manifest of an update is on the tape."""
+    """The manifest of the update `seq` of a fragment is stored on the tape, at time `now_s`."""
 
     now_s: float
     fragment: int
@@ -103,15 +128,15 @@ class Changed(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """The run's stop message arrived."""
+    """The run's stop message was read: learners send what is unsent, and train no more."""
 
 
 class End(NamedTuple):
-    """Event: the run's end was read; updates still in flight get no further answer."""
+    """The run's end message was read: no record follows that could resolve an update."""
 
 
 class Leave(NamedTuple):
-    """Event: this learner was asked to leave."""
+    """This learner was asked to leave the run."""
 
 
 Event = Stepped | Ready | RoundOpened | Published | Changed | Stop | End | Leave
@@ -121,10 +146,15 @@ Event = Stepped | Ready | RoundOpened | Published | Changed | Stop | End | Leave
 
 
 class Adopt(NamedTuple):
-    """Apply a record's delta to view and parameters; drop the update in flight if `resolved`.
+    """Move view and parameters to the version of a record.
 
-    After a rollback (`ready.rolled_back`) the parameters become the view, and codes in flight are
-    forgotten. With `blended`, only a share of the training since the resolved update stays.
+    After a rollback (`ready.rolled_back`) the parameters are set to the view, and the codes of an
+    update in flight are dropped.
+
+    Attributes:
+        ready: the record.
+        resolved: the record resolves the update in flight, whose codes are then dropped.
+        blended: only the share `sync.blend` of the training since that update stays.
     """
 
     ready: Ready
@@ -133,7 +163,17 @@ class Adopt(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Encode the fragment's unsent work, keep its codes as in flight, upload, publish."""
+    """Encode a fragment's unsent work as an update, upload its shards, publish its manifest.
+
+    Attributes:
+        fragment: the fragment's index.
+        seq: the update's number among this life's updates of the fragment, from 1.
+        base_version: the version that was adopted last, against whose view the codes are taken.
+        base_digest: the digest of that view.
+        steps: the inner steps that the update covers.
+        tokens: the tokens of these steps.
+        final: no further update of the fragment follows in this life.
+    """
 
     fragment: int
     seq: int
@@ -145,7 +185,10 @@ class Send(NamedTuple):
 
 
 class Republish(NamedTuple):
-    """Announce again an update that no record has resolved for long."""
+    """Announce an update again, since no record has resolved it for `reannounce_timeout_s`.
+
+    `attempt` is 1 for the first repetition.
+    """
 
     fragment: int
     seq: int
@@ -163,7 +206,7 @@ Effect = Adopt | Send | Republish | Finished
 
 
 class Start(NamedTuple):
-    """The version of a fragment with which a learner begins."""
+    """The version of a fragment with which a learner begins, and its record's sequence."""
 
     version: int
     view_digest: str

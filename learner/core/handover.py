@@ -1,7 +1,8 @@
-"""The data that training loop and background pass to each other at each step boundary.
+"""The data that the training loop and the background exchange at each step boundary.
 
-The loop is given a `Boundary` (what to do now) and the payloads of versions; it hands over the
-learner's outgoing messages. All are plain data: producer and consumer need not know each other.
+The background is the event loop beside training, which does all network traffic. The training loop
+takes a `Boundary`, which says what to do now, and the tensors of versions; it gives the learner's
+outgoing messages. All are plain data: producer and consumer need not know each other.
 """
 
 from collections.abc import Callable
@@ -22,9 +23,9 @@ class Boundary(NamedTuple):
 
     Attributes:
         effects: the effects to carry out, in order.
-        then: "step": a step comes before the next boundary; "hold": no step does; "end": no
-            boundary follows.
-        global_step: the run's clock for that step.
+        then: "step": one inner step is taken before the next boundary; "hold": no step is taken
+            before the next boundary; "end": this is the last boundary.
+        global_step: the run's clock for the step that follows.
         state: the learner's state, as its heartbeat reports it.
         checkpoint: whether to make a checkpoint at this boundary.
     """
@@ -40,7 +41,10 @@ class Boundary(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """A record's tensors on the devices; `release` is called when they are adopted."""
+    """A record's tensors on the devices; None if the record needs no tensors.
+
+    `release` is to be called when the tensors are taken for adoption, to make room for others.
+    """
 
     tensors: Any
     release: Callable[[], object] = lambda: None
@@ -50,29 +54,35 @@ NOTHING = Decoded(None)
 
 
 class Arrived(NamedTuple):
-    """An event for the core, with the arrays that it carries."""
+    """An event for the core, with the tensors of its record if the event is a `Ready`."""
 
     event: Event
     payload: Decoded = NOTHING
 
 
 class Post(Protocol):
-    """Hands an event and its arrays to the training loop."""
+    """A function by which the background gives an event to the training loop."""
 
     def __call__(self, event: Event, payload: Decoded = NOTHING) -> None:
-        """Hands over `event` with `payload`; may be called from the background thread."""
+        """Gives `event` with the tensors `payload` to the training loop, from any thread."""
 
 
 # --- Out
 
 
 class Outgoing(NamedTuple):
-    """One update, as the training loop hands it over; `codes` may still be computing.
+    """One update, which the training loop gives to the background to upload and announce.
 
     Attributes:
-        loss: returns the mean training loss over the update's steps; waits for the last of them.
-        digest: returns the digest of the view that the codes are taken against, as the learner
-            holds it; None if this update is to carry no digest.
+        send: the update's number, base version, steps and tokens.
+        codes: the quantized update on the devices, which may still be computing.
+        position: the learner's position in its data, in batches.
+        local_step: the learner's count of inner steps.
+        loss: returns the mean training loss over the update's steps; waits for the last step.
+        step_time_s: moving average of the seconds of an inner step.
+        dispatched_at_s: time when the encoding of `codes` was dispatched to the devices.
+        digest: computes the digest of the view that the codes are taken against, from the
+            learner's arrays; None: the manifest has no such digest.
     """
 
     send: Send
@@ -86,7 +96,7 @@ class Outgoing(NamedTuple):
 
 
 class Done(NamedTuple):
-    """The learner sends no more updates of `fragments`; its data position is `position`."""
+    """The learner sends no more updates of `fragments`; its data position is batch `position`."""
 
     position: int
     fragments: tuple[int, ...]

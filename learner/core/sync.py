@@ -1,17 +1,22 @@
-"""The learner's core: which fragment is due, what is in flight, what to adopt at a step boundary.
+"""The learner's core: decides at each step boundary what to adopt and which updates to send.
+
+A *life* is a learner's time from its join to its end; the join's sequence in the stream is the
+life's *incarnation*. In a life, the updates of a fragment have the numbers (`seq`) 1, 2, 3 ...
 
 Rules of this file:
 - `step(rules, state, event) -> (state, effects)` is the whole interface; no IO, clock, randomness,
   threads or logging, and no arrays: effects name what the training loop does to its tensors
   (`learner/tensors/send_and_adopt.py`).
-- One update of a fragment is in flight at most. A record's mark of an incarnation is the highest
-  seq that is resolved, merged or rejected. The first record whose mark reaches an update's seq
-  resolves it; until then no other update of the fragment is sent, and its steps wait for the next.
+- One update of a fragment is in flight at most. A record's *mark* of an incarnation is the highest
+  seq that is resolved, that is, merged or rejected. The first record whose mark reaches an update's
+  seq resolves the update. Until then no other update of the fragment is sent; steps that are done
+  meanwhile are covered by the next update.
 - Only `Stepped` gives `Adopt` and `Send`: tensors change at step boundaries alone.
 
 Invariants that the rules below keep, by the names that comments use:
-- *sent once*: each step's work enters exactly one update, or is dropped by an overwrite, a
-  blend or a rollback. Per fragment, tokens done = sent + unsent at every boundary.
+- *sent once*: each step's work enters exactly one update, or is dropped: by a version that
+  overwrites or blends parameters, or by a rollback. Per fragment, tokens done = sent + unsent at
+  every boundary.
 - *exact base*: an update is taken against the view that its manifest names, bit for bit.
 - *answered*: a record, or the end of the run, resolves every update in flight, which is announced
   until then and never forgotten.
@@ -50,10 +55,17 @@ from diloco.learner.core.events import (
 # codes are q in V - q - theta from then on, and the next update must not cover them again (sent
 # once). Whether it is announced only decides whether it can be announced again.
 class InFlight(NamedTuple):
-    """An update of `steps` in flight; `announced_at_s` is 0 until its manifest is on the tape.
+    """An update that was sent, and that no record has resolved.
 
-    `waits_from`: steps of this life done at the announcement, or when the last round since then
-    opened. `void`: a rollback came after the send: the update will be rejected, its codes are gone.
+    Attributes:
+        seq: the update's number among this life's updates of the fragment.
+        steps: the inner steps that the update covers.
+        announced_at_s: when the update was announced last; 0 until its manifest is on the tape.
+        waits_from: this life's steps when the update was announced, or when the newest round
+            after the announcement opened.
+        attempt: how often the update was announced again.
+        void: a rollback came after the send: the update will be rejected, and its codes are
+            dropped.
     """
 
     seq: int
@@ -78,11 +90,17 @@ NO_WORK = Work()
 # work that is done while an update is being encoded, or while settings change, cannot fall between
 # two counters (sent once).
 class FragmentState(NamedTuple):
-    """The core's state of one fragment: the version adopted, the work sent, the update in flight.
+    """The core's state of one fragment.
 
-    `sent` counts the work of this life that is sent, or dropped by an overwrite, a blend or a
-    rollback. `due_steps`: the number of unsent steps at which the next update is due;
-    `open_version`: the version of the round that was last announced.
+    Attributes:
+        version: the adopted version; `view_digest` is its view's, `record_seq` its record's.
+        due_steps: the number of unsent steps at which the next update is due.
+        sent: this life's work that is sent, or dropped by an overwrite, a blend or a rollback.
+        next_seq: the number of the next update.
+        in_flight: the update that no record has resolved; None: there is none.
+        open_version: the version of the newest round of which the aggregator announced the opening.
+        final: the last update of this life is sent, or none is needed.
+        ready: records to adopt at the next boundary, in order.
     """
 
     version: int
@@ -101,9 +119,14 @@ class FragmentState(NamedTuple):
 class State:
     """The core's state.
 
-    `done` is the work of this life; `clock_step` is the newest global step that a record stated,
-    `since_clock` the learner's own steps since then. `stopping`: the run's stop or end was read;
-    `ended`: its end was read, so no record follows; `leaving`: this learner was asked to leave.
+    Attributes:
+        fragments: the state of each fragment, by index.
+        done: the steps and tokens of this life.
+        clock_step: the newest global step that a record stated.
+        since_clock: the steps that this learner has done since that record.
+        stopping: the run's stop or end was read.
+        ended: the run's end was read, so that no record follows.
+        leaving: this learner was asked to leave.
     """
 
     fragments: tuple[FragmentState, ...]
@@ -119,7 +142,7 @@ Result = tuple[State, tuple[Effect, ...]]
 
 
 def begin(rules: SyncRules, starts: tuple[Start, ...]) -> State:
-    """Returns the state of a learner that has just loaded these versions."""
+    """Returns the state of a learner that has just loaded `starts`, one version per fragment."""
     count = len(starts)
     # Fragments' newest records are of different steps of the run; the run itself is at the newest.
     clock_step = max(start.global_step for start in starts)
@@ -164,9 +187,10 @@ def must_wait(rules: SyncRules, state: State) -> bool:
 
 
 def flushed(state: State) -> bool:
-    """True if all work is announced after `Stop` or `Leave`, or if the run has ended.
+    """True if nothing is left to announce after `Stop` or `Leave`, or if the run has ended.
 
-    Unsent work of a fragment with an update in flight is sent once a record resolves that update.
+    A fragment with unsent work and an update in flight is not flushed: that work is sent only after
+    a record has resolved the update in flight.
     """
     # An announcement is enough: the aggregator's last rounds resolve it without the learner. But
     # a final update that is not announced would be lost work (sent once).
@@ -183,7 +207,7 @@ def unsent_of(state: State, fragment: FragmentState) -> Work:
 
 
 def unsent(state: State) -> dict[int, int]:
-    """Returns the steps that no manifest on the tape covers, by fragment; omits zeros."""
+    """Returns, by fragment, this life's steps that no manifest on the tape covers; omits zeros."""
     found = {}
     for index, fragment in enumerate(state.fragments):
         flying = fragment.in_flight
@@ -225,9 +249,9 @@ def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
 def _adopt(
     rules: SyncRules, state: State, index: int, fragment: FragmentState, effects: list[Effect]
 ) -> FragmentState:
-    """Adopts all records that are ready, in order.
+    """Returns the fragment after all its ready records are adopted; appends an `Adopt` for each.
 
-    Where views overwrite parameters, the steps not sent by then are lost and no longer counted
+    Where views overwrite parameters, unsent steps are lost and no longer counted as unsent
     (paper §3: the counters of fragment p are reset).
     """
     for ready in fragment.ready:
@@ -268,7 +292,7 @@ def _adopt(
 
 
 def _without_blended(rules: SyncRules, state: State, fragment: FragmentState) -> FragmentState:
-    """Subtracts from the fragment's unsent steps the share whose effect a blend removes.
+    """Returns the fragment without the share of its unsent steps whose effect a blend removes.
 
     The number of subtracted steps is rounded up, so that a manifest claims no more steps than its
     tensors contain; but one step always stays, to be sent when the update is due.
@@ -292,7 +316,10 @@ def _send(
     now_s: float,
     effects: list[Effect],
 ) -> FragmentState:
-    """Starts an update if the fragment is due; announces again one that no record resolves."""
+    """Returns the fragment after sending an update, if one is due; appends the effect.
+
+    An update in flight that no record has resolved for long is announced again instead.
+    """
     flying = fragment.in_flight
     if flying is not None:
         # From the last announcement, not from the boundary: an upload that takes minutes is not
@@ -391,7 +418,7 @@ def _on_round_opened(rules: SyncRules, state: State, event: RoundOpened) -> Resu
 
 
 def _in_phase(rules: SyncRules, state: State, index: int, fragment: FragmentState) -> FragmentState:
-    """Delays a fragment's next update by the steps that its update in flight waited for a round.
+    """Delays a fragment's next update by the steps for which the last one waited for a round.
 
     Rounds are paced from round to round, but `due_steps` counts from the update: without this,
     after an outage, every update would come too early for its round by the same number of steps.
