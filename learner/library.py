@@ -99,8 +99,8 @@ class Learner:
     def viewed(self) -> Iterator[dict[str, Any]]:
         """Yields the global parameters that were adopted last, one fragment at a time.
 
-        Each item has the fragment's leaves by name; rows that belong to other fragments have the
-        learner's own values. All hosts of a learner must call this together.
+        Each item has the fragment's leaves, by name. Rows of a leaf that belong to another fragment
+        have the values of `params`. All hosts of a learner must call this together.
         """
         return self._synchronizer.replica.viewed()
 

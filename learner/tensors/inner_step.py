@@ -1,4 +1,4 @@
-"""The inner step: gradient, inner optimizer, parameters moved; one compiled program."""
+"""The inner step as one compiled program: gradient, inner optimizer, new parameters."""
 
 import zlib
 from collections.abc import Callable
@@ -24,11 +24,12 @@ class StepOutcome(NamedTuple):
     """The results of one inner step.
 
     Attributes:
-        loss: the loss of the step's batch before the step.
-        descent: minus the inner product of gradient and the optimizer's move, leaving out the
-            learning rate: negative if the optimizer goes uphill, 0 where nothing moved.
-        metrics: further scalars of the loss, by name.
-        still: of each trained leaf, whether its gradient is zero; bool [leaves].
+        loss: the mean loss of the step's batch, before the step changes the parameters.
+        descent: minus the inner product of the gradient and the change of the parameters: negative
+            if the optimizer goes uphill, 0 if nothing changed. With `Task.schedule` the learning
+            rate is left out.
+        metrics: further scalars that `Task.loss` returned, by name.
+        still: for each trained leaf, whether its gradient is zero; bool [leaves].
     """
 
     loss: jax.Array
@@ -37,10 +38,11 @@ class StepOutcome(NamedTuple):
     still: jax.Array
 
 
-# (parameters, optimizer's state, batch, the run's global step, this learner's position, its key).
+# (parameters, optimizer's state, batch, the run's global step, the learner's data position, the
+# learner's PRNG key data) -> (parameters, optimizer's state, outcome).
 InnerStep = Callable[..., tuple[Params, Any, StepOutcome]]
-# States of optax that count an optimizer's own updates, by which it looks up its schedule. By name:
-# one of them is not public.
+# The classes of optax's states with a count of updates from which a schedule computes the learning
+# rate. They are given by name, since one class is not public.
 _COUNTING = frozenset(
     {
         "InjectHyperparamsState",
@@ -60,12 +62,14 @@ def make_inner_step(
     """Returns the jitted inner step, an `InnerStep`; parameters and optimizer state are donated.
 
     The learning rate follows the run's global step, also for a learner that is slow or joined late.
-    The loss's PRNG key follows the data position, so that a restart draws the same numbers. What
-    differs between learners is an argument: equal learners compile the same program.
+    The PRNG key of `Task.loss` follows from the data position, so that a restart draws the same
+    numbers. All that differs between learners is an argument of the step, so that learners with
+    equal tasks and meshes compile the same program.
 
     Args:
         task: the run's task.
-        shardings: those of the parameters and of the optimizer's state, which the step preserves.
+        shardings: (shardings of the parameters, shardings of the optimizer's state), which the step
+            preserves; None: JAX chooses.
         compiler_options: options of XLA.
     """
     division = division_of(task, task.shapes)
@@ -108,7 +112,7 @@ def make_inner_step(
 
 
 def key_of(seed: int, learner: str) -> np.ndarray:
-    """Returns the PRNG key data from which a learner's steps derive their keys; uint32."""
+    """Returns the PRNG key data, uint32, from which each step of a learner derives its key."""
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(learner.encode()))
     return np.asarray(jax.random.key_data(key))
 
@@ -119,7 +123,10 @@ def key_of(seed: int, learner: str) -> np.ndarray:
 def _gradient(
     task: Task, division: Division, params: Params, batch: Batch, key: jax.Array
 ) -> tuple[Evaluated, Params]:
-    """Loss and gradient of a batch: the mean over parts, if the batch is accumulated in parts."""
+    """Returns the loss of a batch, and the gradient, a tree of the trained leaves.
+
+    With `Task.accumulate` both are means over the parts of the batch.
+    """
     if task.accumulate == 1:
         return _gradient_of_part(task, division, params, batch, key)
     parts = jax.tree.map(lambda leaf: _in_parts(leaf, task.accumulate), batch)
@@ -153,7 +160,10 @@ def _gradient(
 
 
 def _in_parts(leaf: Any, parts: int) -> jax.Array:
-    """Reshapes rows [B, ...] to [B / parts, parts, ...]: each part has rows of every device."""
+    """Reshapes rows [B, ...] to [B / parts, parts, ...].
+
+    Part i is [:, i], so that each part has rows on every device.
+    """
     rows = jnp.asarray(leaf)
     return jnp.reshape(rows, (-1, parts, *rows.shape[1:])) if rows.ndim else rows
 
@@ -171,7 +181,7 @@ def _gradient_of_part(
 
 
 def _rounded(trained: Params, dtype: str | None) -> Params:
-    """Returns a copy of the trained leaves in the dtype of the loss; the leaves themselves stay."""
+    """Returns the trained leaves rounded to `dtype`; unchanged if `dtype` is None."""
     if dtype is None:
         return trained
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_floating(leaf) else leaf, trained)
@@ -189,10 +199,10 @@ def _still(gradient: Params) -> jax.Array:
 
 
 def by_clock(state: Any, global_step: Any) -> Any:
-    """Returns an optimizer's state with the counts of its schedules set to the run's global step.
+    """Returns an optax state in which the counts of schedules are set to the run's global step.
 
-    Apply it before `optimizer.update`, inside or outside of a program, and to restored states too.
-    Other counts, such as that of Adam's bias correction, stay.
+    Call this before each `optimizer.update`, inside or outside of a jitted program, also for a
+    restored state. Other counts, such as the count of Adam's bias correction, are not changed.
     """
 
     def counting(node: Any) -> bool:
@@ -213,7 +223,7 @@ def by_clock(state: Any, global_step: Any) -> Any:
 
 def _product(one: Params, other: Params) -> jax.Array:
     """Returns the inner product of two trees, float32."""
-    # Not `vdot`: it flattens what it is given, and a tensor that lies on a mesh is gathered for it.
+    # Not `vdot`: it flattens its arguments, for which a sharded tensor would be gathered.
     products = jax.tree.map(
         lambda a, b: jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32)), one, other
     )

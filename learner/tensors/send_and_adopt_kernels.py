@@ -1,29 +1,32 @@
-"""Kernels that send and adopt a fragment, with error feedback. Pure arrays, JAX.
+"""JAX kernels that send and adopt a fragment, with error feedback.
 
-`send_and_adopt.py` chooses among them for each version; `learner/core/sync.py` decides when.
+`send_and_adopt.py` chooses among the kernels for each version; `learner/core/sync.py` decides when.
 
-Shapes: a piece (`common/protocol/layout.py`) is held as its blocks: float32 [*G, n, b], b the
-elements of a block. These are the blocks of the fragment's vector in their order, so that nothing
-is moved to find a piece's place in it. G and n keep as many axes of the tensor as blocks allow, and
-are cut over the learner's mesh as the tensor is; where a cut would go through a block, the piece is
-cut along another axis. So each device encodes what it holds, and codes do not depend on the mesh.
+Shapes: a fragment is a float32 vector, cut into blocks that share a scale each. A *piece* of the
+fragment (`common/protocol/layout.py`) is rows of one tensor. On the devices a piece is an array of
+its blocks: float32 [*G, n, b], where b is the number of elements of a block. The blocks have the
+order that they have in the fragment's vector. G and n keep as many axes of the tensor as blocks
+allow, and are sharded over the learner's mesh as the tensor is; where a cut would go through a
+block, the piece is cut along another axis. So each device encodes its own elements without moving
+data, and codes do not depend on the mesh.
 
-Per fragment a learner holds theta (its leaves), the view V it last adopted, and the codes of the
-update in flight, whose values are q. The unsent work is V - q - theta, which includes earlier
-errors of quantization: error feedback (docs/design/design.md, "Each step's work is sent once").
-Below, Q quantizes, deQ dequantizes, V' is the next view, alpha is `sync.alpha`, a is `sync.blend`:
+Per fragment a learner has theta (its leaves), the view V that it adopted last, and the codes of the
+update in flight, whose dequantized values are q. The unsent work is V - q - theta, which includes
+earlier errors of quantization: error feedback (docs/design/design.md, "Each step's work is sent
+once"). Below, Q quantizes, deQ dequantizes, V' is the next view, alpha is `sync.alpha`, a is
+`sync.blend`:
 
     send       codes = Q(V - theta)             settle     theta += q
     apply      V' = V + deQ(delta); theta += V' - V
     jump       theta += V' - V, V' given        overwrite  theta = V (paper, alpha = 0)
     mix        theta = alpha theta + (1 - alpha) V
-    blend      theta -= (1 - a) (theta - V' - (theta - V at the send)), before it is settled
+    blend      theta -= (1 - a) (theta - V' - d), before settle; d is theta - V at the send
 
 Send, settle and apply are one program each, shared by fragments whose pieces have the same shapes:
 learners restart often, and would wait for the compiler. (Sending a large fragment takes several
-programs: `MOST_AT_ONCE`.) V' equals the aggregator's bit for bit: a product of code and scale is
-exact, so V + code x scale is rounded once however it is compiled. A blend's product is not exact,
-so its sum is a separate program.
+programs: `MOST_AT_ONCE`.) V' equals the aggregator's view bit for bit: a product of code and scale
+is exact, so V + code x scale is rounded once however the program is compiled. The product in a
+blend is not exact, so the sum of a blend is a separate program.
 
 Arrays that an operation replaces are donated: the caller must not touch them again.
 """
@@ -45,24 +48,28 @@ from diloco.learner.tensors.mesh import Cuts, cuts_of, fit, sharding_of, single
 from diloco.learner.tensors.quantize_and_pack import decode_blocks, encode_blocks
 
 Leaves = dict[str, jax.Array]
-# Elements of a fragment beyond which it is encoded by programs that follow each other, since XLA's
-# CPU compiler fuses too much in one: it takes twice as long.
+# A fragment of more elements is encoded by several programs in a row: in a single program XLA's CPU
+# compiler fuses too much, which takes twice as long.
 MOST_AT_ONCE = 1 << 20
-# One item for each piece: float32 [*G, n, b], or codes and scales of such.
+# One item for each piece of a fragment: its blocks, float32 [*G, n, b]; or their codes and scales.
 Blocks = tuple[jax.Array, ...]
 Codes = tuple[Encoded, ...]
 
 
 class _KernelPiece(NamedTuple):
-    """A piece of a fragment as a kernel sees it: shapes and places, no names.
+    """The shapes and shardings of a piece of a fragment, which a kernel is compiled for.
 
     Attributes:
-        leaf: index among the fragment's leaves; `lies` is the sharding of that leaf.
-        whole: the piece is its whole leaf; otherwise rows from a start that the call gives.
-        shape: the piece's shape; `rows` is its sharding before it is divided into blocks.
-        kept: its shape as [*G, group_size], when a group is no whole number of blocks; else None.
+        leaf: index of the piece's leaf among the fragment's leaves.
+        lies: the sharding of that leaf.
+        whole: True if the piece is the whole leaf. Otherwise the piece is rows of the leaf, and an
+            argument of the kernel gives the first row.
+        shape: the piece's shape.
+        rows: the sharding of the piece before it is divided into blocks.
+        kept: the piece's shape as [*G, group_size], if groups are padded to whole blocks; None:
+            there is no padding.
         grid: [*G, n], the number of blocks along each axis.
-        blocks: the sharding of its blocks, [*G, n, b].
+        blocks: the sharding of the piece's blocks, [*G, n, b].
     """
 
     leaf: int
@@ -76,19 +83,28 @@ class _KernelPiece(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """True if the leaf, on one device, has the blocks' elements in their order."""
+        """True if the leaf is on one device, and its elements are those of the blocks in order."""
         return self.whole and self.kept is None and len(self.blocks.device_set) == 1
 
 
 class _Geometry(NamedTuple):
-    """Static argument of the kernels: equal for fragments whose pieces have equal shapes."""
+    """The pieces of a fragment, and the elements of a block: a static argument of the kernels.
+
+    Fragments whose pieces have equal shapes have equal geometries, and share compiled programs.
+    """
 
     parts: tuple[_KernelPiece, ...]
     block: int
 
 
 class Placed(NamedTuple):
-    """The positions of a piece's blocks: their grid [*G, n], and the number of the first block."""
+    """The blocks of a piece: where they are in the fragment and on the devices.
+
+    Attributes:
+        first: the number in the fragment of the piece's first block.
+        grid: [*G, n], the number of blocks along each axis.
+        sharding: the sharding of the blocks, [*G, n, b].
+    """
 
     first: int
     grid: tuple[int, ...]
@@ -99,14 +115,17 @@ class Placed(NamedTuple):
 class Kernels:
     """The operations on one fragment's parameters.
 
-    `leaves` are the whole tensors that the fragment holds parts of, by name, of any floating dtype.
-    Leaves that are returned have the same names, shapes, dtypes and shardings.
+    The argument `leaves` has, by name, the whole tensors of which the fragment has rows, in any
+    floating dtype. Returned leaves have the same names, shapes, dtypes and shardings.
 
     Attributes:
-        names: the leaves that the fragment holds parts of; others may not be passed.
-        codec: the codec of updates; `delta_codec` is that of version deltas.
-        block: elements that share a scale.
-        placed: the positions of each piece's blocks.
+        names: the names of the leaves of which the fragment has rows, which are to be passed.
+        codec: the codec of updates.
+        delta_codec: the codec of version deltas.
+        block: the number of elements of a block, which share a scale.
+        placed: for each piece, where its blocks are.
+        geometry: the shapes and shardings for which kernels are compiled.
+        starts: for each piece, the number of its first row in its leaf.
     """
 
     names: tuple[str, ...]
@@ -131,60 +150,65 @@ class Kernels:
         return codes
 
     def settle(self, leaves: Leaves, update: Codes) -> Leaves:
-        """Returns the leaves plus `update`, which a record has resolved; donates the leaves."""
+        """Returns the leaves plus the values of `update`, which a record has resolved.
+
+        Donates the leaves.
+        """
         own, starts = self._tuple(leaves), self._starts()
         return self._named(_settle(own, starts, update, self.geometry, self.codec))
 
     def apply(self, leaves: Leaves, view: Blocks, delta: Codes) -> tuple[Leaves, Blocks]:
-        """Returns leaves and view, both moved by a version delta; both arguments are donated."""
+        """Returns (leaves, view), both moved by a version delta; donates leaves and view."""
         own, starts = self._tuple(leaves), self._starts()
         changed, moved = _apply(own, starts, view, delta, self.geometry, self.delta_codec)
         return self._named(changed), moved
 
     def advance(self, view: Blocks, delta: Codes) -> Blocks:
-        """Returns the view moved by a version delta, without any leaves; donates the view."""
+        """Returns the view plus the values of a version delta; donates the view."""
         moved: Blocks = _advance(view, delta, self.delta_codec, self.block)[0]
         return moved
 
     def jump(self, leaves: Leaves, view: Blocks, new_view: Blocks) -> tuple[Leaves, Blocks]:
-        """Returns the leaves moved by `new_view` - `view`, and `new_view`; donates both others."""
+        """Returns (leaves + `new_view` - `view`, `new_view`); donates leaves and `view`."""
         return self.add(leaves, _difference(new_view, view)), new_view
 
     def overwrite(self, leaves: Leaves, view: Blocks) -> Leaves:
-        """Returns the view's values in the leaves' dtypes; leaves are donated."""
+        """Returns the leaves with the fragment's rows replaced by the view; donates the leaves."""
         return self._named(_replace(self._tuple(leaves), self._starts(), view, self.geometry))
 
     def mix(self, leaves: Leaves, view: Blocks, alpha: float) -> Leaves:
-        """Returns alpha * leaves + (1 - alpha) * view (the paper, §1); leaves are donated."""
+        """Returns alpha * leaves + (1 - alpha) * view (paper, §1); donates the leaves."""
         mixed = _mix(self._tuple(leaves), self._starts(), view, np.float32(alpha), self.geometry)
         return self._named(mixed)
 
     def ahead(self, leaves: Leaves, view: Blocks) -> Blocks:
-        """Returns the difference of the leaves and the view, theta - V, float32."""
+        """Returns the leaves minus the view, theta - V, as blocks; float32."""
         found: Blocks = _ahead(self._tuple(leaves), self._starts(), view, self.geometry)
         return found
 
     def blend(self, leaves: Leaves, view: Blocks, sent: Blocks, share: float) -> Leaves:
-        """Returns the leaves with a share of the training since an update; donates them and `sent`.
+        """Returns the leaves with only a share of the training since an update was sent.
+
+        Computes in float32, and rounds to each leaf's dtype. Donates `leaves` and `sent`.
 
         Args:
-            leaves: moved to the view, and not yet settled.
+            leaves: the result of `apply` or `jump`; `settle` must not have been called yet.
             view: the newest view.
             sent: the result of `ahead` when the update was sent.
-            share: a; float32 arithmetic, rounded to each leaf's dtype.
+            share: the share of the training since then that stays (`sync.blend`).
         """
         own, starts = self._tuple(leaves), self._starts()
         return self.add(leaves, _fading(own, starts, view, sent, np.float32(share), self.geometry))
 
     def add(self, leaves: Leaves, values: Blocks) -> Leaves:
-        """Returns leaves plus `values`, added in float32; donates the leaves."""
+        """Returns the leaves plus `values`, added in float32; donates the leaves."""
         return self._named(_add(self._tuple(leaves), self._starts(), values, self.geometry))
 
     def _encodable(self, leaves: Leaves) -> tuple[jax.Array, ...]:
-        """Returns the pieces as blocks, or the leaves themselves where they are the same array.
+        """Returns each piece as blocks; the leaf itself where its elements have the blocks' order.
 
-        This avoids a copy, which would take as much memory, and for a large fragment half of the
-        time of a send.
+        To use the leaf avoids a copy, which would take as much memory, and for a large fragment
+        half of the time of a send.
         """
         own, parts = self._tuple(leaves), self.geometry.parts
         same = [part.same and own[part.leaf].dtype == jnp.float32 for part in parts]
@@ -222,7 +246,7 @@ def make_kernels(
         codec: the codec of updates.
         delta_codec: the codec of version deltas.
         shardings: each leaf's sharding on the learner's mesh (`mesh.param_shardings`), by name;
-            all on one device, if None.
+            None: all leaves are on one device.
     """
     pieces = layout.fragments[fragment].pieces
     names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
@@ -255,7 +279,7 @@ def make_kernels(
 
 
 def vector_of(layout: Layout, fragment: int, leaves: Leaves) -> np.ndarray:
-    """Returns the fragment's vector on the host, with zeros for padding: float32 [N]."""
+    """Returns a fragment's vector in the host's memory, with zeros for padding: float32 [N]."""
     kernels = make_kernels(layout, fragment, codec="float32", delta_codec="float32")
     blocks = kernels.blocks({name: leaves[name] for name in kernels.names})
     return np.concatenate([np.asarray(piece).reshape(-1) for piece in blocks])
@@ -279,7 +303,8 @@ def _part(
     lead = piece.shape[:axis]
     grid = (*lead, piece.stride // math.prod(lead) // block)
     cuts = cuts_of(lies, len(piece.shape))
-    # A cut behind the last axis that blocks keep separate has to move to another axis.
+    # No cut may go through a block: cuts of the axes from `axis` on move to the blocks' axis n, or
+    # to another axis.
     behind = tuple(name for names in cuts[axis:] for name in names)
     fitted = fit(grid, (*cuts[:axis], behind), mesh)
     before = _before(piece.shape, fitted, axis, mesh, padded=padded)
@@ -297,7 +322,7 @@ def _part(
 
 
 def _group_axes(piece: Piece) -> int:
-    """Returns the number of leading axes that stack groups."""
+    """Returns the number of leading axes whose sizes multiply to the piece's number of groups."""
     return next(
         axes
         for axes in range(len(piece.shape) + 1)
@@ -306,7 +331,7 @@ def _group_axes(piece: Piece) -> int:
 
 
 def _last_axis(piece: Piece, block: int) -> int | None:
-    """Returns the last axis at which each row fills whole blocks; None if no axis does."""
+    """Returns the last axis from which on the elements fill whole blocks; None: there is none."""
     if piece.group_stride != piece.group_size:
         return None
     for axis in reversed(range(_group_axes(piece), len(piece.shape))):
@@ -316,7 +341,15 @@ def _last_axis(piece: Piece, block: int) -> int | None:
 
 
 def _before(shape: tuple[int, ...], fitted: Cuts, axis: int, mesh: Mesh, *, padded: bool) -> Cuts:
-    """Returns the sharding of the piece with which dividing it into blocks moves no data."""
+    """Returns the cuts of a piece with which dividing the piece into blocks moves no data.
+
+    Args:
+        shape: the piece's shape.
+        fitted: the cuts of the blocks' grid.
+        axis: the axis from which on elements become blocks.
+        mesh: the learner's mesh.
+        padded: groups are padded to whole blocks.
+    """
     ahead = list(fitted[:axis])
     if axis == len(shape):
         return tuple(ahead)
@@ -360,7 +393,7 @@ def _in_blocks(values: jax.Array, part: _KernelPiece, block: int) -> jax.Array:
 
 
 def _of_blocks(blocks: jax.Array, part: _KernelPiece) -> jax.Array:
-    """Returns a piece's values from its blocks, without the padding; float32, the piece's shape."""
+    """Returns a piece's values from its blocks, without padding; float32 of the piece's shape."""
     if part.kept is not None:
         rows = blocks.reshape(*part.grid[:-1], -1)
         blocks = rows[..., : part.kept[-1]]
@@ -425,7 +458,7 @@ def _mix(
 
 @partial(jax.jit, static_argnames=("codec", "block"), donate_argnames="view")
 def _advance(view: Blocks, delta: Codes, codec: Codec, block: int) -> tuple[Blocks, Blocks]:
-    """Returns the view plus a version delta, and how far it moved in float32."""
+    """Returns (view plus a version delta, the difference of that to `view` in float32)."""
     moved = tuple(
         values + decode_blocks(codec, encoded, block)
         for values, encoded in zip(view, delta, strict=True)
@@ -455,7 +488,7 @@ def _fading(
     share: jax.Array,
     geometry: _Geometry,
 ) -> Blocks:
-    """Returns the term that a blend adds: (share - 1) times the training since the send."""
+    """Returns the term that a blend adds to the leaves: (share - 1) * the training since `sent`."""
     ahead = _ahead(leaves, starts, view, geometry)
     return tuple((share - 1) * (now - before) for now, before in zip(ahead, sent, strict=True))
 

@@ -1,8 +1,9 @@
-"""A model's leaves: synchronized ones, and others that each learner only holds.
+"""The leaves of a model's parameters: their names, their kinds, and trees of some of the leaves.
 
-Leaves are synchronized (trained, or state that is averaged), or *held*: frozen, or state that each
-learner keeps. Where a tree is divided, each part has None in place of the other's leaves; JAX takes
-None for a subtree without leaves, so optimizers pass over it.
+A leaf is *synchronized* if the run stores versions of it: it is trained, or it is state that is
+averaged over the fleet. All other leaves are *held*: they are frozen, or state that each learner
+keeps for itself. A tree of some of the leaves has None in place of the others. JAX treats None as a
+subtree without leaves, so that optimizers ignore it.
 """
 
 import re
@@ -28,12 +29,12 @@ from diloco.learner.task import (
 
 
 class Division(NamedTuple):
-    """A task's leaves by kind, as marks in the leaves' order.
+    """The kind of each leaf of a task's parameters, as one flag per leaf in JAX's order.
 
     Attributes:
-        trained: for each leaf, whether the inner optimizer moves it.
-        synced: whether it is synchronized.
-        local: whether it is state that this learner keeps.
+        trained: for each leaf, whether the inner optimizer changes the leaf.
+        synced: for each leaf, whether it is synchronized: trained, or averaged state.
+        local: for each leaf, whether it is state that each learner keeps for itself.
     """
 
     trained: tuple[bool, ...]
@@ -41,7 +42,10 @@ class Division(NamedTuple):
     local: tuple[bool, ...]
 
     def trained_of(self, params: Params) -> Params:
-        """Returns the leaves that the inner optimizer moves."""
+        """Returns `params` with None in place of leaves that the inner optimizer does not change.
+
+        Of a `Variables`, returns the tree `trained` only.
+        """
         masked, _ = split(params, self.trained)
         return masked.trained if isinstance(params, Variables) else masked
 
@@ -53,7 +57,7 @@ class Division(NamedTuple):
 
 
 def division_of(task: Task, shapes: Params) -> Division:
-    """Divides a task's leaves by kind: trained, synchronized, local."""
+    """Returns which leaves of a task are trained, synchronized or local; `shapes` are theirs."""
     hint = hint_of(task, shapes)
     kinds = [kind_of(tensor, hint) for tensor in tensors_of(shapes)]
     return Division(
@@ -64,7 +68,12 @@ def division_of(task: Task, shapes: Params) -> Division:
 
 
 def task_layout(task: Task, sync: SyncSection) -> Layout:
-    """Returns the layout of a task's parameters under a run's settings; allocates nothing."""
+    """Returns the division of a task's parameters into fragments and blocks; allocates nothing.
+
+    Args:
+        task: the task.
+        sync: the run's sync section, which sets the number of fragments and the block size.
+    """
     shapes = task.shapes
     return make_layout(
         tensors_of(shapes),
@@ -95,10 +104,10 @@ def tensors_of(params: Params) -> list[Tensor]:
 
 
 def check_wide(layout: Layout) -> None:
-    """Refuses float64 unless it is enabled in JAX, which would silently make float32 of it.
+    """Checks that JAX does not silently convert float64 leaves to float32.
 
     Raises:
-        TaskError: a synchronized leaf is float64.
+        TaskError: a synchronized leaf is float64, and JAX's 64-bit mode is off.
     """
     wide = [tensor.name for tensor in layout.tensors if tensor.dtype == "float64"]
     if wide and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
@@ -120,7 +129,15 @@ def synced_marks(params: Params, layout: Layout) -> tuple[bool, ...]:
 
 
 def split(params: Params, chosen: Sequence[bool]) -> tuple[Params, Params]:
-    """Returns the tree with only the leaves that are chosen, and the tree with only the others."""
+    """Divides a tree in two: the leaves that are chosen, and all others.
+
+    Args:
+        params: the tree.
+        chosen: one flag for each leaf, in JAX's order.
+
+    Returns:
+        Two trees of the same structure, each with None in place of the other's leaves.
+    """
     leaves, structure = jax.tree.flatten(params)
     pairs = list(zip(leaves, chosen, strict=True))
     return (
@@ -140,12 +157,12 @@ def join(one: Params, other: Params) -> Params:
 
 
 def by_name(params: Params) -> dict[str, Any]:
-    """Returns a tree's leaves by name."""
+    """Returns a tree's leaves by the names of `named_leaves`."""
     return dict(named_leaves(params))
 
 
 def from_names(like: Params, leaves: dict[str, Any]) -> Params:
-    """Returns a tree of the structure of `like`, whose leaves are those of the same names."""
+    """Returns a tree of the structure of `like`, with the leaves of the same names in `leaves`."""
     ordered = [leaves[name] for name, _ in named_leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), ordered)
 
@@ -154,7 +171,7 @@ def from_names(like: Params, leaves: dict[str, Any]) -> Params:
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns leaves as nested dictionaries by the parts of their names."""
+    """Returns leaves as nested dictionaries: the leaf "a/b/c" is found at ["a"]["b"]["c"]."""
     found: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *places, last = name.split("/")
@@ -168,11 +185,11 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 def loaded_frozen(task: Task) -> dict[str, Any]:
     """Returns the leaves that `Task.load_frozen` returns, by name; empty without that function.
 
-    A leaf may be loaded lazily: then it has a shape and a dtype, is sliced as an array is, and
-    `numpy.asarray` makes an array of it.
+    A leaf may be loaded lazily: such a leaf has a shape and a dtype, slicing it reads a part, and
+    `numpy.asarray` reads all of it.
 
     Raises:
-        TaskError: a leaf does not have the shape that `init` gives it.
+        TaskError: the leaves differ in names, shapes or dtypes from the frozen leaves of `init`.
     """
     if task.load_frozen is None:
         return {}

@@ -1,7 +1,7 @@
-"""Devices' peaks and memory; model FLOPs utilization: the share of a peak that a model uses.
+"""Peak FLOP/s and memory of devices, and the figures for model FLOPs utilization (MFU).
 
-As in PaLM (arXiv 2204.02311, appendix B): the FLOPs that the mathematics of a step needs, forward
-and backward, not counting recomputation to save memory, over the devices' bfloat16 peak.
+MFU is that of PaLM (arXiv 2204.02311, appendix B): the FLOP/s that a model's forward and backward
+passes need, without recomputation to save memory, divided by the devices' bfloat16 peak FLOP/s.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
-# Dense bfloat16 operations a second of one device, by how its kind begins in JAX; of two beginnings
-# the longer counts. Google's pages of TPU versions and NVIDIA's data sheets, without sparsity.
+# Dense bfloat16 FLOP/s of one device, by a prefix of JAX's `device_kind`; the longest one counts.
+# Sources: Google's pages of TPU versions and NVIDIA's data sheets, without sparsity.
 PEAK_FLOPS: Final = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
@@ -43,10 +43,10 @@ def flops_per_token(multiplied: int, attended: int) -> float:
     """Returns the floating-point operations of a training step per token.
 
     Args:
-        multiplied: parameters that a token is multiplied with: all matrices, the head too, but not
-            the embedding, of which it takes a row.
-        attended: sum over layers of heads * head width * positions that a token may attend to; a
-            causal mask is not subtracted.
+        multiplied: the number of parameters with which a token is multiplied: all matrices, the
+            head too, but not the embedding, of which a token takes one row.
+        attended: the sum over layers of heads * head width * positions that a token may attend to,
+            without subtracting the positions that a causal mask removes.
     """
     # A product and a sum each, once forward and twice backward; scores and their use in attention.
     return 6.0 * multiplied + 12.0 * attended
@@ -75,7 +75,7 @@ def full_tokens_per_s(devices: Iterable[Any], per_token: float | None) -> float:
         per_token: FLOPs of training on one token; None: unknown.
 
     Returns:
-        tokens a second; 0.0 if `per_token` or the peak of a device is unknown, or without devices.
+        Tokens a second; 0.0 if `per_token` or the peak of a device is unknown, or without devices.
     """
     peaks = [peak_flops(device.device_kind) for device in devices]
     if per_token is None or not peaks or None in peaks:
