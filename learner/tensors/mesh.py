@@ -1,15 +1,21 @@
 """A learner's devices as a mesh, and the sharding of tensors on it.
 
-The mesh has four axes: `data` (copies of the model), `fsdp` (each tensor cut, gathered where it is
-used), `expert` (a mixture's experts dealt out, to which tokens travel) and `tensor` (matrix
-products cut). A batch is cut along `data`, `fsdp` and `expert` together. Learners of one run may
-have different meshes: only the shapes of tensors are common to a run.
+The mesh has four axes: `data` (replicas of the model), `fsdp` (each tensor is sharded, and gathered
+for its use), `expert` (experts of a mixture are distributed, and tokens are sent to them) and
+`tensor` (matrix products are sharded). A batch is sharded along `data`, `fsdp` and `expert`
+together. Learners of one run may have different meshes: only the shapes of tensors are common to a
+run.
 
-A `Task.partition` says how a tensor is cut; without one, the largest axis that divides goes along
-`fsdp`. Three rules hold for either: an axis that its part of the mesh does not divide stays
-whole; so does the first axis of a tensor whose rows lie in several fragments, because a fragment
-would gather it; a cut that these two rules refuse moves to another axis that divides. An axis of
-experts alone must divide: a mesh that does not fit it is refused.
+To *cut* an axis of a tensor is to shard that axis over mesh axes. `Task.partition` says how each
+tensor is cut; without that function, the largest axis of a tensor whose size `fsdp` divides is cut
+along `fsdp`. In both cases three rules hold:
+
+1. An axis whose size the mesh axes do not divide is not cut along them.
+2. The first axis of a tensor whose rows are in several fragments is not cut, since sending a
+   fragment would gather that tensor.
+3. A cut that rules 1 and 2 forbid moves to another axis of the tensor, if one fits.
+
+An exception is an axis of experts: if the mesh does not divide that axis, the mesh is refused.
 """
 
 import contextlib
@@ -29,11 +35,11 @@ from diloco.common.protocol.layout import Layout
 from diloco.learner.task import Params, Task, is_floating, own_name
 from diloco.learner.tensors import tree
 
-# Axes along which a batch is cut.
+# Mesh axes along which the rows of a batch are cut.
 ROWS = ("data", "fsdp", "expert")
 # The mesh axis along which an axis of a decoder's tensor is cut, by the axis's kind.
 OF_DECODERS = {"width": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-# Mesh axes of one axis of a tensor, for each of its axes.
+# For each axis of a tensor, the names of the mesh axes that cut it.
 Cuts = tuple[tuple[str, ...], ...]
 AUTO = (AxisType.Auto,) * len(AXES)
 # A smaller tensor is not worth gathering: each device has it whole.
@@ -45,11 +51,11 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
 
     Args:
         section: sizes of the axes; an axis of size 0 takes the devices that the others leave.
-        devices: the learner's devices; if None, all devices of all its hosts.
+        devices: the learner's devices; None: all devices of all its hosts.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of devices, or their links have
-            another shape.
+        ConfigError: the product of the sizes is not the number of devices, or the links between
+            the devices do not allow a mesh of these sizes.
     """
     devices = jax.devices() if devices is None else devices
     shape = section.shape(len(devices))
@@ -70,9 +76,10 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
 
 
 def abstract_mesh(section: MeshSection) -> AbstractMesh:
-    """Returns the mesh of as many devices as its sizes say; an axis of size 0 has one.
+    """Returns a mesh without devices, for checks of shardings.
 
-    Shardings on it can be checked, but have no devices.
+    Args:
+        section: sizes of the axes; an axis of size 0 gets size 1.
     """
     shape = section.shape(section.given)
     assert shape is not None
@@ -80,14 +87,18 @@ def abstract_mesh(section: MeshSection) -> AbstractMesh:
 
 
 def single(device: Any = None) -> Mesh:
-    """Returns a mesh of one device; if None, the process's first."""
+    """Returns a mesh of one device; None: the first device of this process."""
     return make_mesh(MeshSection(), [device or jax.local_devices()[0]])
 
 
 def constrain(values: jax.Array, *axes: Any) -> jax.Array:
-    """Constrains an activation's sharding: one item of a `PartitionSpec` for each leading axis.
+    """Constrains the sharding of an activation, to be called in a jitted function.
 
     Returns `values` unchanged outside of a mesh, and within `shard_map`, whose body is per device.
+
+    Args:
+        values: the activation.
+        axes: for each leading axis of `values`, an item of a `PartitionSpec`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
@@ -97,7 +108,10 @@ def constrain(values: jax.Array, *axes: Any) -> jax.Array:
 
 
 def known_spec(*axes: Any) -> PartitionSpec:
-    """Returns a `PartitionSpec` of those `axes` that the mesh in use has."""
+    """Returns the `PartitionSpec` of `axes`; leaves out names in tuples that the mesh lacks.
+
+    The mesh is the one that is set where this function is called.
+    """
     known = jax.sharding.get_abstract_mesh().shape
     return PartitionSpec(
         *(tuple(one for one in each if one in known) if isinstance(each, tuple) else each
@@ -106,12 +120,13 @@ def known_spec(*axes: Any) -> PartitionSpec:
 
 
 def by_kind_of_axis(kinds: Sequence[str], *, mixture: bool = False) -> PartitionSpec:
-    """Returns the `PartitionSpec` of a decoder's tensor whose axes are of these kinds.
+    """Returns the `PartitionSpec` of a tensor of a decoder, by the kinds of the tensor's axes.
 
     Args:
-        kinds: of the axes.
-        mixture: whether the decoder has experts: theirs are cut along `expert`, and the width of
-            other tensors along `fsdp` and `expert`.
+        kinds: the kind of each axis, such as "width" or "heads"; axes of other kinds than those of
+            `OF_DECODERS` and "experts" are not cut.
+        mixture: the decoder is a mixture of experts. Tensors of experts are cut along `expert`, and
+            the width of other tensors along both `fsdp` and `expert`.
     """
     cuts: dict[str, Any] = dict(OF_DECODERS)
     if mixture and "mlp" in kinds and "experts" in kinds:
@@ -122,7 +137,7 @@ def by_kind_of_axis(kinds: Sequence[str], *, mixture: bool = False) -> Partition
 
 
 def parts_along(axis: str) -> int:
-    """Returns the size of a mesh axis; 1 where `constrain` has no effect."""
+    """Returns the size of an axis of the present mesh; 1 where `constrain` has no effect."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get(axis, 1)
 
@@ -136,14 +151,15 @@ def param_shardings(
     """Returns the sharding of each leaf on the mesh, as a tree like `params`.
 
     Args:
-        task: its `partition` is called, if it has one.
+        task: the task; `Task.partition` is called for each floating leaf, if the task has it.
         layout: the run's layout.
         params: the task's parameters, of arrays or shapes.
         mesh: the learner's mesh.
 
     Raises:
-        TaskError: `partition` returns something other than a PartitionSpec of this tensor.
-        ConfigError: the mesh has a `tensor` axis, but the task has no `partition` for it.
+        TaskError: `Task.partition` returns something other than a PartitionSpec that fits a tensor.
+        ConfigError: `tensor` is larger than 1 without `Task.partition`; or `expert` is larger than
+            1, and no tensor is cut along it, or it does not divide the number of experts.
     """
     if task.partition is None and mesh.shape["tensor"] > 1:
         raise ConfigError(
@@ -179,7 +195,11 @@ def param_shardings(
 def _check_experts(
     name: str, shape: tuple[int, ...], wanted: Cuts, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Refuses a mesh whose axis `expert` does not divide a tensor's experts."""
+    """Checks that the mesh axis `expert` divides the number of a tensor's experts.
+
+    Raises:
+        ConfigError: it does not.
+    """
     for size, axes in zip(shape, wanted, strict=True):
         if axes == ("expert",) and size % mesh.shape["expert"]:
             raise ConfigError(
@@ -190,7 +210,7 @@ def _check_experts(
 
 
 def split_tensors(layout: Layout) -> set[str]:
-    """Returns the names of the tensors whose rows lie in several fragments."""
+    """Returns the names of the tensors whose rows are in several fragments."""
     sizes = {tensor.name: tensor.size for tensor in layout.tensors}
     return {
         piece.tensor
@@ -206,13 +226,16 @@ def fit(
     mesh: Mesh | AbstractMesh,
     whole: Collection[int] = frozenset(),
 ) -> Cuts:
-    """Returns the cuts of `wanted` that divide `shape`; others move to another axis or are dropped.
+    """Returns the cuts of a tensor that come closest to `wanted`.
+
+    A cut whose mesh axis does not divide the size of the tensor's axis moves to the tensor's
+    largest axis that it divides; if there is none, the cut is left out.
 
     Args:
         shape: the tensor's shape.
-        wanted: for each of its axes, the mesh axes to cut it along.
+        wanted: for each axis of the tensor, the mesh axes to cut it along.
         mesh: the learner's mesh.
-        whole: axes that must not be cut.
+        whole: axes of the tensor that must not be cut.
     """
     cuts: list[list[str]] = [[] for _ in shape]
     homeless = []
@@ -237,7 +260,7 @@ def fit(
 
 
 def sharding_of(mesh: Mesh | AbstractMesh, cuts: Cuts) -> NamedSharding:
-    """Returns the sharding with these cuts, in its shortest form."""
+    """Returns the sharding with these cuts; its `PartitionSpec` omits uncut axes at the end."""
     names = [axes if len(axes) > 1 else (axes or (None,))[0] for axes in cuts]
     while names and names[-1] is None:
         names.pop()
@@ -254,7 +277,10 @@ def cuts_of(sharding: NamedSharding, axes: int) -> Cuts:
 
 
 def _fsdp(shape: tuple[int, ...], whole: set[int], mesh: Mesh | AbstractMesh) -> Cuts:
-    """Returns the cuts with the largest axis that divides along `fsdp`."""
+    """Returns cuts of the tensor's largest axis along `fsdp`, among axes that `fsdp` divides.
+
+    Axes in `whole` are not cut, nor are tensors of less than `LEAST_ELEMENTS` elements.
+    """
     cuts: list[tuple[str, ...]] = [() for _ in shape]
     room = [
         axis
@@ -291,15 +317,16 @@ def _asked(name: str, shape: tuple[int, ...], spec: Any) -> Cuts:
 
 
 def state_shardings(state: Any, trained: Params, shardings: Params, mesh: Mesh) -> Any:
-    """Returns the shardings of an optimizer's state: each leaf has its parameter's.
+    """Returns the shardings of an optimizer's state, as a tree like `state`.
 
-    A leaf belongs to the parameter whose path ends the leaf's path and whose shape it has, as
-    moments do; all others (counts, keys) are whole on each device.
+    A leaf of the state, such as a moment, gets the sharding of the parameter that has the same
+    shape and whose path is the end of the leaf's path. All other leaves, such as counts, are
+    replicated on all devices.
 
     Args:
-        state: shapes of the state.
-        trained: shapes of the parameters.
-        shardings: shardings of the parameters.
+        state: shapes of the optimizer's state.
+        trained: shapes of the trained parameters.
+        shardings: shardings of the trained parameters.
         mesh: the learner's mesh.
     """
     leaves = jax.tree_util.tree_flatten_with_path(trained)[0]
@@ -324,10 +351,10 @@ def state_shardings(state: Any, trained: Params, shardings: Params, mesh: Mesh) 
 
 
 def rows_of_batch(mesh: Mesh | AbstractMesh, batch: Any) -> tuple[int, int]:
-    """Returns the rows of a whole batch, and the parts into which the mesh cuts them.
+    """Returns (the rows of a whole batch, the number of parts into which the mesh cuts them).
 
     Raises:
-        ConfigError: the mesh does not divide the batch.
+        ConfigError: the rows cannot be cut into equal parts.
     """
     cuts = math.prod(mesh.shape[axis] for axis in ROWS)
     sizes = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
@@ -347,18 +374,18 @@ def rows_of_batch(mesh: Mesh | AbstractMesh, batch: Any) -> tuple[int, int]:
 
 
 class BatchPlacer:
-    """Places a host's rows of a batch on the devices, as the mesh requires.
+    """Places a host's rows of each batch on the devices of the mesh.
 
     Args:
         mesh: the learner's mesh.
-        batch: shapes of one whole batch of the learner.
+        batch: one whole batch of the learner, or its shapes.
 
     Attributes:
-        rows: [start, stop) of the batch's rows that this host's devices need.
-        whole: whether `rows` is the whole batch.
+        rows: (start, stop): the rows of a batch that this host's devices need.
+        whole: True if `rows` are all rows of a batch.
 
     Raises:
-        ConfigError: the mesh does not divide the batch.
+        ConfigError: the rows of a batch cannot be cut into equal parts.
     """
 
     def __init__(self, mesh: Mesh, batch: Any) -> None:
@@ -377,7 +404,10 @@ class BatchPlacer:
         return min(span[0] for span in spans), max(span[1] for span in spans)
 
     def sharded(self, batch: Any) -> Any:
-        """Returns the shapes of a whole batch, with the shardings that `place` gives it."""
+        """Returns the shapes of a whole batch, with the shardings of the arrays that `place` makes.
+
+        Shapes have no shardings where `place` leaves arrays on the host.
+        """
         if self._mesh.size > 1 and self._cuts == 1:
             return jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), batch
@@ -392,7 +422,12 @@ class BatchPlacer:
         return jax.tree.map(placed, batch)
 
     def place(self, rows: Any) -> Any:
-        """Returns the global batch on the devices; this host contributes its `rows`."""
+        """Returns the whole batch as JAX arrays on the devices of all hosts.
+
+        Args:
+            rows: this host's rows of the batch, NumPy arrays. They are returned unchanged if a mesh
+                of several devices does not cut the batch.
+        """
         if self._mesh.size == 1:
             # Before the step: a program would wait for arguments that are still on the host.
             return jax.device_put(rows, self._everywhere)
@@ -418,7 +453,12 @@ class BatchPlacer:
 
 @contextlib.contextmanager
 def within(mesh: Mesh, precision: str | None = None) -> Iterator[None]:
-    """Traces programs under the mesh and this precision of matrix products within the block."""
+    """Sets the mesh and the precision of matrix products for programs traced in the block.
+
+    Args:
+        mesh: the learner's mesh.
+        precision: as for `jax.default_matmul_precision`; None: the platform's default.
+    """
     with jax.set_mesh(mesh), jax.default_matmul_precision(precision or "default"):
         yield
 
@@ -427,14 +467,16 @@ def within(mesh: Mesh, precision: str | None = None) -> Iterator[None]:
 
 
 def open_groups(shardings: Iterable[Sharding | None], meet: Callable[[], None]) -> None:
-    """Has all hosts open their collectives' connections, in every group over which a mesh may sum.
+    """Runs a first collective in every group of devices over which the mesh may sum.
 
-    Between CPUs the first collective of a group must find its peers within 30 s, and hosts may take
-    longer than that to compile the same program. Later collectives wait for half an hour.
+    Does nothing but call `meet` unless the devices are CPUs of several hosts. Between CPUs, the
+    first collective of a group of devices fails unless all hosts start it within 30 s, and hosts
+    may differ by more than that in the time to compile a program. Later collectives of the group
+    wait for half an hour.
 
     Args:
-        shardings: those of a learner's tensors.
-        meet: waits until all hosts have called it.
+        shardings: the shardings of a learner's tensors.
+        meet: waits until all hosts have called `meet`.
     """
     lying = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
     sums = [
@@ -450,7 +492,7 @@ def open_groups(shardings: Iterable[Sharding | None], meet: Callable[[], None]) 
 
 
 def _sums(mesh: Mesh) -> Callable[[], Any]:
-    """Returns a compiled program that sums one number of each device over every group of axes."""
+    """Returns a compiled program that sums a number per device over each set of mesh axes."""
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     groups = [group for count in range(len(axes)) for group in combinations(axes, count + 1)]
     cut = PartitionSpec(tuple(axes))

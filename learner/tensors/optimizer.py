@@ -1,9 +1,9 @@
-"""The inner optimizer: AdamW or Muon as a direction, and the learning rate by the run's step.
+"""The inner optimizer: AdamW or Muon without learning rate, and a learning-rate schedule.
 
-Direction and learning rate are separate because the run's clock, not a learner's own step count,
-sets the learning rate, also for a learner that is slow or joined late.
+Direction and learning rate are separate because the run's global step, not a learner's own step
+count, sets the learning rate, also for a learner that is slow or joined late.
 
-Shapes: G matrices of a tensor, I inputs, O outputs of one.
+Shapes: [G, I, O] are the G matrices of a tensor, each with I inputs and O outputs.
 """
 
 import math
@@ -22,18 +22,19 @@ from diloco.learner.task import Params
 from diloco.learner.tensors.mesh import constrain, parts_along
 from diloco.learner.tensors.tree import named_leaves
 
-# Root mean square of an entry of Muon's direction: that of AdamW's in practice, so that one peak
-# rate and one weight decay fit both (arXiv 2502.16982, section 2.2).
+# Root mean square of the entries of Muon's direction. AdamW's direction has about the same, so that
+# one peak rate and one weight decay fit both (arXiv 2502.16982, section 2.2).
 MUON_RMS = 0.2
 
 
 class Matrices(NamedTuple):
-    """The division of a tensor into the matrices that Muon orthogonalizes, each by itself.
+    """The division of a tensor into the matrices that Muon orthogonalizes, one by one.
 
     Attributes:
-        shape: a shape to which the tensor's elements are reshaped.
-        inputs: axes of `shape` that a matrix product sums over; `outputs`: axes that it leaves.
-            All other axes count matrices: layers, experts, or q, k and v.
+        shape: the shape to which the tensor is reshaped first.
+        inputs: the axes of `shape` over which a matrix product sums.
+        outputs: the axes of `shape` that remain after a matrix product. All axes that are neither
+            inputs nor outputs count matrices: layers, experts, or q, k and v.
     """
 
     shape: tuple[int, ...]
@@ -41,7 +42,7 @@ class Matrices(NamedTuple):
     outputs: tuple[int, ...]
 
 
-# (name, shape) -> its matrices; None for a tensor that Adam is better for.
+# (tensor's name, shape) -> the tensor's matrices; None: Adam moves the tensor instead.
 MatrixHint = Callable[[str, tuple[int, ...]], Matrices | None]
 
 
@@ -57,17 +58,18 @@ def adamw(
     """Returns AdamW (arXiv 1711.05101) without learning rate: callers multiply by minus the rate.
 
     The update is Adam's direction of the clipped gradient plus weight_decay * θ, so that the
-    decay is scaled by the learning rate too. Only matrices decay: a tensor with at least two
-    axes besides those that `hint` says are stacked over layers. State: two tensors like the
-    parameters, of their dtypes, and a count.
+    decay is scaled by the learning rate too. Only matrices decay: tensors with at least two axes
+    besides the leading axes that `hint` says stack layers. The state is two moments with the shapes
+    and dtypes of the parameters, and a count.
 
     Args:
-        weight_decay: share of a matrix that one unit of learning rate takes away.
+        weight_decay: the factor of θ in the update.
         clip: largest global norm of the gradient; a larger one is scaled down to it.
         b1: decay of the first moment.
         b2: decay of the second moment.
         eps: added to the root of the second moment.
-        hint: the task's hint; its `norm_axes` tells a stack of vectors from a matrix.
+        hint: the task's hint; `TensorHint.norm_axes` is the number of leading axes that stack
+            layers.
     """
     return optax.chain(
         optax.clip_by_global_norm(clip),
@@ -89,20 +91,23 @@ def muon(
 ) -> optax.GradientTransformation:
     """Returns Muon (arXiv 2502.16982) without learning rate: callers multiply by minus the rate.
 
-    A matrix moves along the nearest orthogonal matrix to its momentum, scaled so that an entry's
-    root mean square is that of AdamW's direction. Tensors that are not matrices of a layer
-    (embedding, head, vectors) move by Adam. Clipping and decay are those of `adamw`.
-    State: one tensor like each matrix, two like each other tensor, of their dtypes.
+    The direction of a matrix is the orthogonal matrix that is nearest to its momentum, scaled so
+    that the root mean square of the entries is that of AdamW's direction. Tensors without matrices
+    (embedding, head, vectors) have Adam's direction. Clipping and decay are those of `adamw`. The
+    state is one moment for each tensor with matrices, and two for each other tensor, with the
+    shapes and dtypes of the parameters.
 
     Args:
-        weight_decay: share of a matrix that one unit of learning rate takes away.
+        weight_decay: the factor of θ in the update.
         clip: largest global norm of the gradient; a larger one is scaled down to it.
-        beta: decay of the momentum, which looks ahead (Nesterov).
+        beta: decay of the momentum, which is Nesterov's.
         b1: decay of Adam's first moment.
         b2: decay of Adam's second moment.
         eps: added to the root of Adam's second moment.
-        hint: the task's hint; its `norm_axes` say which axes stack matrices.
-        matrices: the matrices of each tensor; None: those of `matrices_by_hint(hint)`.
+        hint: the task's hint; `TensorHint.norm_axes` is the number of leading axes that stack
+            layers.
+        matrices: (tensor's name, shape) -> the tensor's matrices, or None if it has none; without
+            this argument, `matrices_by_hint(hint)`.
     """
     apart = matrices or matrices_by_hint(hint)
 
@@ -125,16 +130,17 @@ Optimizer = Literal["adamw", "muon"]
 def direction_by(
     optimizer: Optimizer, *, weight_decay: float, clip: float, hint: Hint, matrices: MatrixHint
 ) -> optax.GradientTransformation:
-    """Returns AdamW or Muon, as a task's option `optimizer` names it."""
+    """Returns `adamw` or `muon`, by the name `optimizer`; `matrices` is for `muon` only."""
     if optimizer == "adamw":
         return adamw(weight_decay=weight_decay, clip=clip, hint=hint)
     return muon(weight_decay=weight_decay, clip=clip, hint=hint, matrices=matrices)
 
 
 def matrices_by_hint(hint: Hint) -> MatrixHint:
-    """Derives a `MatrixHint` from a `TensorHint`: two axes beside the stacked ones are a matrix.
+    """Returns a `MatrixHint` for a task's hint, in which layers' tensors of two axes are matrices.
 
-    Averaged tensors have no matrices: embeddings are averaged, and their rows learn independently.
+    Leading axes that stack layers (`TensorHint.norm_axes`) count matrices. Tensors that are merged
+    by average have no matrices: they are embeddings, whose rows learn independently.
     """
 
     def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
@@ -147,7 +153,7 @@ def matrices_by_hint(hint: Hint) -> MatrixHint:
 
 
 def _by_name(params: Params, of: Callable[[str, Any], Any]) -> Params:
-    """Returns `of` (name, leaf) for each leaf, as a tree like `params`."""
+    """Returns a tree like `params` whose leaves are `of(name, leaf)` for each leaf."""
     found = [of(name, leaf) for name, leaf in named_leaves(params)]
     return jax.tree.unflatten(jax.tree.structure(params), found)
 
@@ -164,8 +170,8 @@ def _decay_of_matrices(weight_decay: float, hint: Hint) -> optax.GradientTransfo
 def _orthogonal(apart: MatrixHint, beta: float) -> optax.GradientTransformation:
     """Returns optax's Muon, applied to each matrix of each tensor.
 
-    The momentum has the tensors' own shapes, so that it has their shardings, and a checkpoint shows
-    which tensor it belongs to.
+    The momentum has the shapes of the tensors, not of the matrices, so that momentum and tensors
+    have the same shardings, and a checkpoint shows which tensor a momentum belongs to.
     """
     core = optax.contrib.scale_by_muon(beta=beta)
 
@@ -201,7 +207,7 @@ def _asked(apart: MatrixHint, name: str, leaf: jax.Array) -> Matrices:
 
 
 def _order(matrices: Matrices) -> tuple[int, ...]:
-    """Returns the axes of `matrices.shape` in order: those that count matrices, inputs, outputs."""
+    """Returns all axes of `matrices.shape`: first those that count matrices, inputs, outputs."""
     own = {*matrices.inputs, *matrices.outputs}
     count = tuple(axis for axis in range(len(matrices.shape)) if axis not in own)
     return count + matrices.inputs + matrices.outputs
@@ -216,7 +222,7 @@ def _taken_apart(leaf: jax.Array, matrices: Matrices) -> jax.Array:
 
 
 def _put_together(pieces_GxIxO: jax.Array, leaf: jax.Array, matrices: Matrices) -> jax.Array:
-    """Returns the tensor made of these matrices, with the shape and dtype of `leaf`."""
+    """Returns a tensor of the shape and dtype of `leaf` from its matrices, [G, I, O]."""
     order = _order(matrices)
     back = tuple(order.index(axis) for axis in range(len(order)))
     shape = tuple(matrices.shape[axis] for axis in order)
@@ -227,14 +233,15 @@ def _put_together(pieces_GxIxO: jax.Array, leaf: jax.Array, matrices: Matrices) 
 def warmup_cosine(
     *, steps: int, peak: float, warmup_steps: int | None = None, final_fraction: float = 0.1
 ) -> Callable[[jax.Array | int], jax.Array]:
-    """Returns a rate: linear warm-up, half a cosine to `final_fraction` * `peak`, then constant.
+    """Returns a learning-rate schedule: a linear warm-up, then half a cosine, then constant.
 
     Args:
         steps: length of the run in global steps.
         peak: the learning rate at the end of the warm-up.
-        warmup_steps: the rate at step s of the warm-up is peak * (s + 1) / (warmup_steps + 1), so
-            that the first step already learns; a tenth of the run, at most 100, if None.
-        final_fraction: the last rate as a share of `peak`.
+        warmup_steps: length of the warm-up in global steps. The rate at its step s is
+            peak * (s + 1) / (warmup_steps + 1), so that the first step already learns. None: a
+            tenth of the run, at most 100.
+        final_fraction: the rate from step `steps` on, as a share of `peak`.
 
     Returns:
         Global step (an int, or an integer array of any shape) -> learning rate, float32.
@@ -264,9 +271,9 @@ def warmup_cosine(
 # --- Muon's orthogonalization, over the devices of a learner and its memory
 
 
-# Bytes of matrices that a device works on at a time, but for one that is larger.
+# The most bytes of matrices that a device works on at a time; a larger matrix is taken alone.
 AT_ONCE_BYTES = 1 << 28
-# Axes of the mesh over which whole matrices are dealt out, in the order in which they move.
+# Axes of the mesh over which whole matrices are distributed, in the order of resharding.
 SPREAD = ("fsdp", "tensor", "data", "expert")
 STEPS = 5
 EPS = 1e-8
@@ -275,12 +282,13 @@ EPS = 1e-8
 def orthogonalized(
     matrices_GxIxO: jax.Array, coefficients: jax.Array, *, at_once_bytes: int = AT_ONCE_BYTES
 ) -> jax.Array:
-    """Returns approximately the nearest orthogonal matrix to each matrix: [G, I, O].
+    """Returns for each matrix approximately the nearest orthogonal matrix: [G, I, O].
 
     Args:
         matrices_GxIxO: the matrices, of a floating dtype.
-        coefficients: those of the Newton-Schulz iteration, [3].
-        at_once_bytes: bytes of matrices that a device works on at a time, at least one matrix.
+        coefficients: the coefficients a, b, c of the Newton-Schulz iteration, [3].
+        at_once_bytes: the most bytes of matrices that a device works on at a time; at least one
+            matrix is taken.
     """
     count, inputs, outputs = matrices_GxIxO.shape
     matrix_bytes = inputs * outputs * matrices_GxIxO.dtype.itemsize
@@ -304,10 +312,10 @@ def orthogonalized(
 def _each_on_a_device(
     function: Callable[[jax.Array], jax.Array], matrices_NxIxO: jax.Array
 ) -> jax.Array:
-    """Applies `function` to whole matrices dealt out over devices; restores their sharding.
+    """Applies `function` to matrices that are distributed over the devices, each on one device.
 
-    One axis of the mesh moves at a time, which the compiler does in place: for several at once it
-    would gather the matrices.
+    The matrices are resharded over one axis of the mesh after the other, which the compiler does
+    by exchanges; for several axes at once it would gather all matrices on each device.
     """
     free = PartitionSpec.UNCONSTRAINED
     steps = [SPREAD[:count] for count in range(1, len(SPREAD))]
@@ -320,7 +328,10 @@ def _each_on_a_device(
 
 
 def _newton_schulz(matrix_IxO: jax.Array, coefficients: jax.Array) -> jax.Array:
-    """Takes five steps of x -> a x + b (x x') x + c (x x')² x: singular values come close to 1."""
+    """Returns a matrix after `STEPS` steps of x -> a x + b (x x') x + c (x x')² x.
+
+    They bring the singular values close to 1.
+    """
     a, b, c = coefficients.astype(matrix_IxO.dtype)
     wide = matrix_IxO.shape[0] <= matrix_IxO.shape[1]
     x: jax.Array = matrix_IxO if wide else matrix_IxO.T

@@ -4,14 +4,14 @@ Shapes: N elements of a vector, B = N / block blocks; G any leading axes of an a
 
 `codecs.py` says what codes and scales are. Error feedback is in `send_and_adopt_kernels.py`.
 
-Values have two forms. Vectors are [N] with flat codes, as objects hold them. Arrays of blocks are
-[*G, block] with scales [*G] and codes [*G, items], for arrays that are sharded over devices: no
-axis of G is ever merged or split, so each device encodes its own blocks in place.
+Values have two forms. A vector is [N] with flat codes, as stored objects have it. An array of
+blocks is [*G, block] with scales [*G] and codes [*G, items], for values that are sharded over
+devices: no axis of G is ever merged or split, so each device encodes its own blocks in place.
 
 Scales are rounded to nearest. absmax / scale is then 7 or 127 times 1 +- 2^-8 at most, and rounds
-to 7 or 127: no code leaves its range, the error of a value is at most half a scale, and encoding
-a decoded vector gives the same codes. NaN or infinity anywhere in a block makes its scale NaN
-(its values, for the float codecs), which every receiver refuses.
+to 7 or 127: no code is out of range, the error of a value is at most half a scale, and encoding
+a decoded vector gives the same codes. NaN or infinity anywhere in a block makes the block's scale
+NaN (with the float codecs: the values themselves stay NaN or infinite), which receivers refuse.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,9 @@ from diloco.common.protocol.codecs import (
 _NAN_SCALE = 0x7FC0  # bits of a bfloat16
 _ABS = 0x7FFFFFFF
 _INFINITY = 0x7F800000
-# Adding 1.5 x 2^23 to a small float32 rounds it, half to even, into the low bits of the sum; the
-# bias of the nibble rides along. One addition, and no conversion that NaN could upset.
+# Adding 1.5 x 2^23 to a small float32 rounds that number, half to even, into the low bits of the
+# sum. The 8 is the bias of int4 codes. So one addition does all, without a conversion, whose result
+# for NaN would depend on the machine.
 _ROUND_INT4 = np.float32(1.5 * 2.0**23 + 8)
 
 Array = jax.Array | npt.NDArray[Any]
@@ -45,12 +46,12 @@ Combine = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def encode(codec: Codec, values_N: Array, block: int) -> Encoded:
-    """Quantizes a vector, in a few compiled kernels that follow each other on the device.
+    """Returns the scales and codes of a vector, which may still be computing on the device.
 
     Args:
         codec: one of `CODECS`.
-        values_N: float32 [N], N a multiple of a block.
-        block: elements that share one scale, a power of two of at least 16.
+        values_N: float32 [N], where N is a multiple of `block`.
+        block: the number of elements that share one scale, a power of two of at least 16.
     """
     (found,) = encode_blocks(codec, (values_N.reshape(-1, block),))
     return Encoded(found.scales.reshape(-1), found.codes.reshape(-1))
@@ -59,14 +60,15 @@ def encode(codec: Codec, values_N: Array, block: int) -> Encoded:
 def encode_blocks(
     codec: Codec, new: tuple[Array, ...], old: tuple[Array, ...] | None = None
 ) -> tuple[Encoded, ...]:
-    """Quantizes arrays of blocks, or their differences, all in the same three kernels.
+    """Returns the scales and codes of arrays of blocks, or of the differences of such arrays.
 
-    The result equals that of vectors bit for bit; no intermediate array is stored.
+    All arrays share the same kernels. The result equals that of `encode` for vectors bit for bit.
 
     Args:
         codec: one of `CODECS`.
-        new: float32 [*G, block] each; G and block may differ from array to array.
-        old: the arrays to subtract, with as many elements each; None: nothing is subtracted.
+        new: arrays of float32 [*G, block]; G and block may differ from array to array.
+        old: for each array of `new`, the array to subtract, with as many elements; None: nothing is
+            subtracted.
     """
     before = old or (None,) * len(new)
     if codec not in GREATEST_CODE:
@@ -80,7 +82,7 @@ def encode_blocks(
 
 @partial(jax.jit, static_argnames=("codec", "block"))
 def decode_blocks(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
-    """Dequantizes an array of blocks, as `decode` does a vector; float32 [*G, block]."""
+    """Returns the values of an array of blocks: code x scale, exact; float32 [*G, block]."""
     codes = jnp.asarray(encoded.codes)
     if codec not in GREATEST_CODE:
         return codes.astype(jnp.float32)
@@ -92,12 +94,15 @@ def decode_blocks(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
 
 
 def _lanes_of(block: int) -> int:
-    """Returns the elements that the kernels first reduce a block to; the fastest measured."""
+    """Returns the number of elements (lanes) to which kernels first reduce a block.
+
+    By measurement it is the fastest.
+    """
     return min(max(block // 8, 4), 16)
 
 
 def _fold(rows: jax.Array, combine: Combine) -> jax.Array:
-    """Reduces the lanes of each block, [*G, lanes], to one value, [*G]; traced into a kernel."""
+    """Reduces the lanes of each block, [*G, lanes], to one value, [*G]; called in a kernel."""
     lanes = rows.shape[-1]
     while lanes > 1:
         lanes //= 2
@@ -106,12 +111,12 @@ def _fold(rows: jax.Array, combine: Combine) -> jax.Array:
 
 
 def _reduce_to_lanes(values: jax.Array, combine: Combine, lanes: int) -> jax.Array:
-    """Reduces each block of [*G, block] to a few lanes, [*G, lanes]; traced into a kernel.
+    """Reduces each block of [*G, block] to a few lanes, [*G, lanes]; called in a kernel.
 
-    `combine` is over integers and leaves zero as it is. XLA on CPU reduces a row of memory one
-    element after the other, but uses vector instructions to reduce several rows to one (here) and
-    halves of a row to one (`_fold`). Both must be in kernels of their own: fused with each other,
-    or with the code that uses their results, they are slow again.
+    `combine` must be a function of non-negative integers whose neutral element is 0. XLA on CPU
+    reduces a row of memory one element after the other, but uses vector instructions to reduce
+    several rows to one (here) and halves of a row to one (`_fold`). The two reductions must be in
+    two kernels: fused with each other, or with the code that uses the result, they are slow again.
     """
     *groups, block = values.shape
     rows = values.reshape(*groups, block // lanes, lanes)
@@ -120,12 +125,12 @@ def _reduce_to_lanes(values: jax.Array, combine: Combine, lanes: int) -> jax.Arr
     return reduced
 
 
-# The kernels below take and return one item for each array, so that a tuple of arrays costs
-# as many dispatches as one. Arrays are [*G, block].
+# The kernels below take and return tuples with an item for each array, so that several arrays need
+# no more dispatches than one. Arrays are [*G, block].
 
 
 def _pad(values: jax.Array, before: int, after: int) -> jax.Array:
-    """Adds zeros before and after the last axis."""
+    """Adds `before` zeros at the start of the last axis, and `after` zeros at its end."""
     widths = [(0, 0, 0)] * (values.ndim - 1) + [(before, after, 0)]
     return jax.lax.pad(values, np.zeros((), values.dtype), widths)
 
@@ -140,7 +145,7 @@ def _float_of(bits: jax.Array) -> jax.Array:
 
 
 def _differences(new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...]) -> list[jax.Array]:
-    """Returns each array of `new` less its counterpart in `old`, [*G, block]."""
+    """Returns each array of `new` minus its counterpart in `old`, if that is not None."""
     return [a if b is None else a - b.reshape(a.shape) for a, b in zip(new, old, strict=True)]
 
 
@@ -148,7 +153,11 @@ def _differences(new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...]) 
 def _float_codes(
     new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...], *, codec: Codec
 ) -> tuple[Encoded, ...]:
-    """Converts to the codec's dtype; clips large values, makes small ones 0, keeps NaN and inf."""
+    """Returns the codes of the float codecs: the values in the codec's dtype, without scales.
+
+    Finite values are clipped to +-`GREATEST_VALUE`; values below `LEAST_SCALE` become 0. NaN and
+    infinity stay.
+    """
     limit = np.float32(GREATEST_VALUE)
     encoded = []
     for values in _differences(new, old):
@@ -165,8 +174,8 @@ def _magnitudes(
 ) -> tuple[jax.Array, ...]:
     """Returns the bits of the greatest absolute values in each block, int32 [*G, lanes].
 
-    Bits of non-negative floats order as integers do, with infinity and NaN on top, so nothing
-    depends on how a machine compares NaN or denormals.
+    The bits of non-negative floats, read as integers, have the order of the floats, with infinity
+    and NaN as the greatest. So nothing depends on how a machine compares NaN or denormals.
     """
     return tuple(
         _reduce_to_lanes(_absolute_bits(values), jax.lax.max, _lanes_of(values.shape[-1]))
@@ -189,15 +198,21 @@ def _scale(absmax: jax.Array, greatest: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _absolute_bits(values: jax.Array) -> jax.Array:
-    """Returns the bits of absolute values, int32, in the same order; infinity and NaN on top."""
+    """Returns the bits of absolute values as int32, which have the order of the values.
+
+    Infinity and NaN are the greatest.
+    """
     return _bits_of(values) & _ABS
 
 
 def _scale_bits(absmax: jax.Array, greatest: int) -> jax.Array:
-    """Returns the bits of blocks' scales, int32, from the bits of their greatest absolute values.
+    """Returns the bits of the blocks' bfloat16 scales, as int32.
 
-    Rounded in integers: XLA may drop a conversion to bfloat16 and back.
+    Args:
+        absmax: the bits of each block's greatest absolute value.
+        greatest: the codec's greatest code.
     """
+    # Rounded in integers, since XLA may drop a conversion to bfloat16 and back.
     wanted = _float_of(absmax) * np.float32(1 / greatest)
     bits = _bits_of(jnp.clip(wanted, np.float32(LEAST_SCALE), np.float32(GREATEST_SCALE)))
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -226,20 +241,23 @@ def _codes(
 
 
 def _codes_int4(quotients: jax.Array) -> jax.Array:
-    """Packs the halves of each block into low and high nibbles; uint8 [*G, block / 2]."""
+    """Packs each block's first half into low nibbles, its second half into high nibbles.
+
+    Returns uint8 [*G, block / 2].
+    """
     codes = _round_int4(quotients)
     half = quotients.shape[-1] // 2
     return (codes[..., :half] | (codes[..., half:] << 4)).astype(jnp.uint8)
 
 
 def _round_int4(quotients: jax.Array) -> jax.Array:
-    """Returns the codes of int4 with their bias of 8, int32."""
-    # The clip also stands between product and sum, so that no machine fuses them.
+    """Returns the codes of int4 as they are stored, with 8 added; int32."""
+    # The clip is between product and sum, so that no machine fuses the two.
     return _bits_of(jnp.clip(quotients, -7, 7) + _ROUND_INT4) & 15
 
 
 def _rounded(quotients: jax.Array, *, codec: Codec) -> jax.Array:
-    """Returns a code for each element, [*G, block]; 0 for NaN, whose block's scale is invalid."""
+    """Returns each element's code, [*G, block]; 0 for NaN, whose block has the scale NaN."""
     most = GREATEST_CODE[codec]
     finite = jnp.where(jnp.isnan(quotients), np.float32(0), jnp.clip(quotients, -most, most))
     return jnp.rint(finite).astype(code_dtype(codec))
