@@ -1,11 +1,13 @@
-"""A learner's checkpoints: the state of its inner optimizer, and the counters beside it.
+"""A learner's checkpoints: the state of the inner optimizer, and the learner's counters.
 
-On disk a checkpoint is a folder that orbax writes; in the object store, and on each disk of a
-learner of several hosts, it is one safetensors file, which is safe to read from untrusted sources.
-All hold the same: one array for each leaf of the state (of a host, for each piece of a leaf), named
-by its number in JAX's order, and `Facts`, which specify those arrays.
-Names in the data define no structure: a checkpoint that does not fit the tree of the task's own
-optimizer is refused.
+On disk a checkpoint is a folder that orbax writes. In the object store, and on the disks of a
+learner of several hosts, a checkpoint is a safetensors file, which is safe to read from untrusted
+sources. Both forms have the same contents: `Facts`, which specify the arrays, and one array for
+each leaf of the state, named by the leaf's number in JAX's order. With several hosts, a *part* is
+the checkpoint of one host: it has one array for each piece of a leaf on that host's devices.
+
+The tree's structure is never read from a checkpoint: a checkpoint that does not fit the tree of the
+task's optimizer is refused.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ from diloco.common.protocol.errors import CheckpointError
 from diloco.common.protocol.wire import Count, Digest, Name, NestedRecord
 from diloco.common.storage.store import DirectoryStore, ObjectStore
 
-# How much larger than its arrays the object may be: the header, per leaf and in all.
+# The most bytes of an object besides its arrays: of the header for each leaf, and of `Facts`.
 _LEAF_BYTES = 4096
 _FACTS_BYTES = 1 << 16
 
@@ -35,7 +37,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class LeafSpec(NestedRecord):
-    """Path, shape and dtype that one leaf of the state must have; `digest` is that of its bytes."""
+    """The path in the tree, the shape and dtype of one leaf, and the digest of its bytes."""
 
     path: str
     shape: tuple[Count, ...]
@@ -46,9 +48,19 @@ class LeafSpec(NestedRecord):
 class Facts(NestedRecord):
     """A checkpoint's metadata: everything but the arrays.
 
-    `incarnation` and `epoch` name the life that made it; a new life continues `local_step` and
-    `tokens`. `position` and `global_step` are for people: the tape and its records determine where
-    data and clock resume.
+    A learner that resumes continues the counts `local_step` and `tokens`.
+
+    Attributes:
+        run: the run's name.
+        learner: the learner's name.
+        layout: the digest of the run's layout.
+        epoch: the number of the run's tape when the checkpoint was made.
+        incarnation: the stream sequence of the join of the process that made the checkpoint.
+        local_step: the learner's inner steps.
+        tokens: the tokens that the learner has trained.
+        position: the learner's data position in batches, for people: data resumes by the tape.
+        global_step: the run's clock, for people: the clock resumes by the tape.
+        leaves: the specification of each array, in order.
     """
 
     run: Name
@@ -64,19 +76,22 @@ class Facts(NestedRecord):
 
 
 class HostCheckpoint(NamedTuple):
-    """One checkpoint in the host's memory."""
+    """A checkpoint in the host's memory; `arrays` has the arrays by number, as text."""
 
     facts: Facts
     arrays: Arrays
 
 
-# The state as new arrays on the device: the inner step donates the old ones. A copy inside a
-# program is a real one, and there is one dispatch for all leaves.
+# state -> a copy of its arrays on the devices, since the inner step donates the state's arrays. A
+# jitted program copies for certain, and needs one dispatch for all leaves.
 copied = jax.jit(lambda state: jax.tree.map(jnp.copy, state))
 
 
 def on_host(state: Any) -> Arrays:
-    """Returns a state's leaves by number; waits for the device. On CPU nothing is copied."""
+    """Returns a state's leaves as NumPy arrays, by number; waits for the devices.
+
+    On CPU the arrays share the memory of the leaves. PRNG keys are returned as their key data.
+    """
     arrays = {}
     for index, leaf in enumerate(jax.tree.leaves(state)):
         arrays[_key(index)] = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
@@ -84,7 +99,10 @@ def on_host(state: Any) -> Arrays:
 
 
 def local_part(state: Any) -> dict[str, jax.Array]:
-    """Returns the pieces of a state on this host's devices, each once, by leaf and position."""
+    """Returns the pieces of a state's leaves on this host's devices, each piece once.
+
+    Keys are the leaf's path and the piece's index ranges, as text.
+    """
     part: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         bits = jax.random.key_data(leaf) if _is_key(leaf) else leaf
@@ -94,7 +112,12 @@ def local_part(state: Any) -> dict[str, jax.Array]:
 
 
 def local_shapes(like: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of the pieces that `local_part` returns for such shapes and shardings."""
+    """Returns the shapes of the pieces that `local_part` returns, by the same keys.
+
+    Args:
+        like: a tree of the state's shapes.
+        shardings: a tree of the leaves' shardings.
+    """
     part: dict[str, jax.ShapeDtypeStruct] = {}
     for path, bits, sharding in _stored_leaves(like, shardings):
         local = sharding.shard_shape(bits.shape)
@@ -104,7 +127,13 @@ def local_shapes(like: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def of_local_part(like: Any, shardings: Any, part: Arrays) -> Any:
-    """Returns the state on the devices of all hosts, built from this host's `part`."""
+    """Returns the state on the devices of all hosts; each host passes its own part.
+
+    Args:
+        like: a tree of the state's shapes.
+        shardings: a tree of the leaves' shardings.
+        part: this host's pieces, by the keys of `local_part`.
+    """
     leaves = []
     for (path, bits, sharding), leaf in zip(
         _stored_leaves(like, shardings), jax.tree.leaves(like), strict=True
@@ -119,7 +148,7 @@ def of_local_part(like: Any, shardings: Any, part: Arrays) -> Any:
 
 
 def _stored_leaves(like: Any, shardings: Any) -> list[tuple[Any, jax.ShapeDtypeStruct, Any]]:
-    """Returns path, shape and sharding of each leaf as it is stored."""
+    """Returns (path, shape, sharding) of each leaf; a PRNG key has the shape of its key data."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(like)[0]]
     bits = [shape for _, shape in _shapes(like)]
     return list(zip(paths, bits, jax.tree.leaves(shardings), strict=True))
@@ -134,8 +163,12 @@ def _piece(path: Any, index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 def describe(like: Any, arrays: Arrays) -> tuple[LeafSpec, ...]:
     """Returns the specification of each leaf of a state.
 
+    Args:
+        like: the state, or its shapes.
+        arrays: the leaves in the host's memory, as `on_host` returns them.
+
     Raises:
-        CheckpointError: a leaf is not finite.
+        CheckpointError: a leaf has a value that is infinite or NaN.
     """
     leaves = []
     for (path, _), array in zip(_shapes(like), arrays.values(), strict=True):
@@ -149,14 +182,14 @@ def describe(like: Any, arrays: Arrays) -> tuple[LeafSpec, ...]:
 
 
 def rebuild(like: Any, checkpoint: HostCheckpoint) -> Any:
-    """Returns the optimizer's state from a checkpoint, on the device.
+    """Returns the optimizer's state from a checkpoint, on the default device.
 
     Args:
         like: shapes of the state, as `jax.eval_shape` of the optimizer's `init` gives them.
-        checkpoint: one whose facts suit `like` (`check_facts`).
+        checkpoint: a checkpoint whose facts have passed `check_facts` with `like`.
 
     Raises:
-        CheckpointError: an array does not match its facts.
+        CheckpointError: an array is missing, differs from its facts, or is not finite.
     """
     leaves = [
         _on_device(path, array, wanted)
@@ -168,17 +201,25 @@ def rebuild(like: Any, checkpoint: HostCheckpoint) -> Any:
 
 
 def part_of(like: dict[str, jax.ShapeDtypeStruct], checkpoint: HostCheckpoint) -> Arrays:
-    """Returns one host's part of a state from a checkpoint; `like` as `local_shapes` returns it.
+    """Returns one host's part of a state from a checkpoint, by the keys of `local_part`.
+
+    Args:
+        like: the result of `local_shapes`.
+        checkpoint: a checkpoint whose facts have passed `check_facts` with `like`.
 
     Raises:
-        CheckpointError: as `rebuild`.
+        CheckpointError: an array is missing, differs from its facts, or is not finite.
     """
     part: Arrays = jax.tree.unflatten(jax.tree.structure(like), _checked(like, checkpoint))
     return part
 
 
 def _checked(like: Any, checkpoint: HostCheckpoint) -> list[np.ndarray]:
-    """Returns the checkpoint's arrays, after comparing them with its facts and with `like`."""
+    """Returns the checkpoint's arrays in order.
+
+    Raises:
+        CheckpointError: an array is missing, differs from its facts or `like`, or is not finite.
+    """
     arrays = []
     shapes = zip(_shapes(like), checkpoint.facts.leaves, strict=True)
     for index, ((path, shape), said) in enumerate(shapes):
@@ -194,10 +235,17 @@ def _checked(like: Any, checkpoint: HostCheckpoint) -> list[np.ndarray]:
 
 
 def check_facts(facts: Facts, like: Any, *, run: str, layout: str, learner: str) -> None:
-    """Refuses a checkpoint of another run, model, optimizer or learner before its arrays are read.
+    """Checks that a checkpoint is of this run, layout, learner and optimizer, by its facts alone.
+
+    Args:
+        facts: the checkpoint's metadata.
+        like: shapes of the state that the checkpoint must have.
+        run: the run's name.
+        layout: the digest of the run's layout.
+        learner: the learner's name.
 
     Raises:
-        CheckpointError: names the difference.
+        CheckpointError: names the first difference.
     """
     for what, found, expected in (
         ("run", facts.run, run),
@@ -225,11 +273,11 @@ def _words(path: str, shape: tuple[int, ...], dtype: str) -> str:
 
 
 class Folder:
-    """A learner's checkpoints on this machine's disk, numbered 1, 2, 3 ... as they were made.
+    """The checkpoints of a learner of one host on this machine's disk, numbered 1, 2, 3 ...
 
     Args:
-        path: the folder; made with the first checkpoint.
-        keep: how many of the newest checkpoints are kept.
+        path: the folder, which is made with the first checkpoint.
+        keep: the number of newest checkpoints to keep; older ones are deleted.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -238,7 +286,10 @@ class Folder:
         self._manager: Any = None
 
     def numbers(self) -> list[int]:
-        """Returns the checkpoints' numbers in the folder, newest first; one may be unfinished."""
+        """Returns the numbers of the checkpoints in the folder, newest first.
+
+        A checkpoint among them may be unfinished, so that it cannot be read.
+        """
         if not self._path.is_dir():
             return []
         names_there = [path.name for path in self._path.iterdir()]
@@ -257,7 +308,7 @@ class Folder:
             return _parse(json.dumps(self._opened().restore(number, args=args)["facts"]))
 
     def arrays(self, number: int, facts: Facts) -> Arrays:
-        """Returns the arrays of checkpoint `number`.
+        """Returns the arrays of checkpoint `number`; `facts` must be those of that checkpoint.
 
         Raises:
             CheckpointError: the arrays cannot be read.
@@ -270,7 +321,7 @@ class Folder:
         }
 
     def _array(self, number: int, key: str) -> np.ndarray:
-        """Reads one array by itself: orbax logs an error for each of several, if one is damaged."""
+        """Reads a single array, since orbax would log errors for all arrays if one is damaged."""
         with _refused():
             from orbax import checkpoint as ocp
 
@@ -283,7 +334,7 @@ class Folder:
             return np.asarray(found["state"][key])
 
     def write(self, checkpoint: HostCheckpoint) -> int:
-        """Writes the next checkpoint, whole or not at all; returns its number.
+        """Writes a checkpoint, whole or not at all, and returns its number.
 
         Raises:
             CheckpointError: the checkpoint could not be written.
@@ -314,10 +365,14 @@ class Folder:
 
 
 class PartFolder:
-    """One host's parts of the checkpoints of a learner of several hosts, with `Folder`'s methods.
+    """One host's parts of the checkpoints of a learner of several hosts, one file for each part.
 
-    orbax would synchronize the hosts by collectives amid those of training, and would write the
-    part of process 0 alone.
+    The methods are those of `Folder`. orbax is not used here: it would synchronize the hosts by
+    collectives amid those of training, and would write the part of process 0 only.
+
+    Args:
+        path: the folder of this host's parts, which is made with the first one.
+        keep: the number of newest parts to keep; older ones are deleted.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -330,19 +385,27 @@ class PartFolder:
         return sorted((int(stem) for stem in found if stem.isdecimal()), reverse=True)
 
     def facts(self, number: int) -> Facts:
-        """Returns the metadata of checkpoint `number`, as `Folder.facts` does."""
+        """Returns the metadata of this host's part of checkpoint `number`.
+
+        Raises:
+            CheckpointError: the part cannot be read.
+        """
         return self._read(number).facts
 
     def arrays(self, number: int, facts: Facts) -> Arrays:
-        """Returns the arrays of checkpoint `number`, as `Folder.arrays` does."""
+        """Returns the arrays of this host's part of checkpoint `number`; ignores `facts`.
+
+        Raises:
+            CheckpointError: the part cannot be read.
+        """
         del facts
         return self._read(number).arrays
 
     def write(self, checkpoint: HostCheckpoint) -> int:
-        """Writes the next checkpoint and returns its number, as `Folder.write` does.
+        """Writes this host's part of a checkpoint, whole or not at all, and returns its number.
 
         Raises:
-            CheckpointError: the checkpoint could not be written.
+            CheckpointError: the part could not be written.
         """
         with _refused():
             there = self.numbers()
@@ -363,7 +426,7 @@ def _file(number: int) -> str:
     return f"{number}.safetensors"
 
 
-# Where a learner, or one host of several, keeps its checkpoints.
+# The folder of checkpoints of a learner of one host, or of one host of several.
 CheckpointFolder = Folder | PartFolder
 
 
@@ -371,7 +434,15 @@ CheckpointFolder = Folder | PartFolder
 
 
 class CheckpointObject(NamedTuple):
-    """A checkpoint in the object store: the parts of its name, and `size_bytes` as listed."""
+    """A checkpoint in the object store, or one host's part of a checkpoint.
+
+    Attributes:
+        name: the object's name; `learner`, `local_step` and `digest` are read from it.
+        learner: the name of the learner that made the checkpoint.
+        local_step: the learner's inner steps.
+        digest: the digest of the object's bytes.
+        size_bytes: the object's size, as the store lists it.
+    """
 
     name: str
     learner: str
@@ -383,12 +454,17 @@ class CheckpointObject(NamedTuple):
 def stored(
     store: ObjectStore, run: str, learner: str | None = None, part: str = ""
 ) -> list[CheckpointObject]:
-    """Returns the checkpoints of `learner`, or of all learners, most steps first.
+    """Lists checkpoints in the object store, those with most steps first.
 
-    With `part`, returns that host's parts alone.
+    Args:
+        store: the run's object store.
+        run: the run's name.
+        learner: the learner's name; None: all learners.
+        part: the name of a host's part (`names.checkpoint_part`), to list only that host's parts;
+            "": list checkpoints of learners of one host.
 
     Raises:
-        StoreError: as `ObjectStore.list`.
+        StoreError: the store cannot be read.
     """
     if learner is None:
         prefix, any_learner = names.learners_prefix(run), names.NAME.pattern
@@ -406,7 +482,7 @@ def stored(
 
 
 def pack(checkpoint: HostCheckpoint) -> bytes:
-    """Returns the bytes of a checkpoint's object."""
+    """Returns a checkpoint as the bytes of a safetensors file."""
     from safetensors.numpy import save
 
     arrays = {key: np.require(array, requirements="C") for key, array in checkpoint.arrays.items()}
@@ -414,10 +490,12 @@ def pack(checkpoint: HostCheckpoint) -> bytes:
 
 
 def unpack(data: bytes) -> HostCheckpoint:
-    """Unpacks a checkpoint from an object's bytes, which are untrusted; checks nothing.
+    """Returns the checkpoint in the bytes of a safetensors file, which may be untrusted.
+
+    Neither facts nor arrays are checked.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read.
+        CheckpointError: the bytes are not a checkpoint.
     """
     with _refused():
         from safetensors import deserialize
@@ -434,7 +512,7 @@ def unpack(data: bytes) -> HostCheckpoint:
 
 
 def largest_object(like: Any) -> int:
-    """Returns an upper bound on the bytes of a checkpoint of such a state."""
+    """Returns an upper bound on the bytes of `pack` for a state with the shapes `like`."""
     shapes = _shapes(like)
     size_bytes: int = sum(
         math.prod(shape.shape) * np.dtype(shape.dtype).itemsize for _, shape in shapes
@@ -454,7 +532,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _shapes(like: Any) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    """Returns path, shape and dtype of each leaf as it is stored; a random key as its bits."""
+    """Returns (path, shape and dtype) of each leaf, as the leaf is stored; keys as key data."""
     leaves = jax.tree_util.tree_flatten_with_path(like)[0]
     return [(jax.tree_util.keystr(path), _stored_shape(leaf)) for path, leaf in leaves]
 
@@ -493,7 +571,7 @@ def _parse(text: str) -> Facts:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Turns any exception over a damaged checkpoint or a full disk into a `CheckpointError`."""
+    """Turns each exception of the block, as of a full disk, into a `CheckpointError`."""
     try:
         yield
     except CheckpointError:

@@ -1,17 +1,18 @@
-"""The places of a learner's tensors: their devices, and the blocks of a fragment on a host.
+"""The shardings of a learner's tensors, and which blocks of a fragment each host has and uploads.
 
-A custom training loop has its parameters on one device, sharded over a mesh of its own, or as
-arrays of the host. Synchronization needs a `NamedSharding`, and keeps the rules of `mesh.py`. Most
-often the two agree; where they do not, leaves are moved when a fragment is sent or adopted, and
-at no other step. If both shardings put equal pieces on the same devices, no bytes are moved.
+A custom training loop has its parameters on one device, sharded over a mesh of its own, or as NumPy
+arrays. Synchronization needs a `NamedSharding` that keeps the rules of `mesh.py`. Most often the
+loop's sharding is such a one. Otherwise leaves are resharded when a fragment is sent or adopted,
+and at no other step. If both shardings put equal pieces on the same devices, no bytes are moved.
 
-A host *holds* the blocks that its devices hold; it fetches no others of a version. It *owns* some
-of those: where several hosts hold copies of the same part of a piece, one of them uploads it, and
-pieces take turns, so that each block of an update is uploaded once and no host uploads all. The
-blocks that the hosts own partition the fragment (tests/unit/test_ownership.py).
+A fragment is a vector of blocks; its *pieces* are rows of tensors (`send_and_adopt_kernels.py`). A
+host *holds* the blocks that are on its devices, and fetches only these blocks of a version. A host
+*owns* the blocks that it uploads. Where several hosts hold copies of the same part of a piece, one
+of these hosts owns it; the choice rotates from piece to piece, so that no host uploads all. Each
+block of a fragment has exactly one owner (tests/unit/test_ownership.py).
 
-Rows on the host lie in the order of the fragment's vector: scales [n], codes [n, items], where n
-is the number of blocks held or owned.
+In the host's memory, blocks are rows in the order of the fragment's vector: scales [n] and codes
+[n, items], where n is the number of blocks held or owned.
 """
 
 import functools
@@ -32,16 +33,16 @@ from diloco.learner.tensors.mesh import cuts_of, fit, sharding_of, single, split
 from diloco.learner.tensors.send_and_adopt_kernels import Codes, Kernels, Placed
 
 Leaves = dict[str, jax.Array]
-# By a leaf's name; None: an array of the host.
+# The sharding of each leaf, by the leaf's name; None: the leaf is a NumPy array.
 Shardings = Mapping[str, Sharding | None]
 
 
 class Placement(NamedTuple):
-    """The sharding of each leaf, by name.
+    """The shardings of leaves in the caller's training loop and in synchronization.
 
     Attributes:
-        inner: the sharding for synchronization.
-        outer: the caller's sharding, where it differs.
+        inner: the sharding for synchronization, by the leaf's name.
+        outer: the caller's sharding, by the leaf's name; only of leaves for which it differs.
     """
 
     inner: Mapping[str, NamedSharding]
@@ -52,17 +53,17 @@ class Placement(NamedTuple):
         return {name: self._in(name, leaf) for name, leaf in leaves.items()}
 
     def outward(self, leaves: Leaves) -> dict[str, Any]:
-        """Returns the leaves with the caller's shardings."""
+        """Returns the leaves with the caller's shardings, or as NumPy arrays if those are."""
         return {name: self._out(name, leaf) for name, leaf in leaves.items()}
 
     def _in(self, name: str, leaf: Any) -> jax.Array:
         if hasattr(leaf, "__jax_array__") and not isinstance(leaf, jax.Array):
-            leaf = leaf.__jax_array__()  # another framework's, of which each host has a part
+            leaf = leaf.__jax_array__()  # an array of another framework, sharded over hosts
         # A loop's program may return arrays with another sharding than its arguments had.
         if isinstance(leaf, jax.Array) and leaf.sharding == self.inner[name]:
             return leaf
         if not isinstance(leaf, jax.Array):
-            # The host's array stays the caller's; its copy on the device is donated.
+            # The caller keeps the NumPy array; the copy on the device is donated.
             leaf = np.array(leaf)
         placed: jax.Array = jax.device_put(leaf, self.inner[name])
         return placed
@@ -79,8 +80,8 @@ def make_placement(layout: Layout, like: Params, asked: Shardings | None = None)
 
     Args:
         layout: the run's layout.
-        like: the trained tree, of shapes.
-        asked: shardings of the caller's leaves; all on one device, if None.
+        like: shapes of the synchronized leaves, a tree.
+        asked: shardings of the caller's leaves, by name; None: all leaves are on one device.
     """
     leaves = tree.by_name(like)
     if asked is None:
@@ -99,7 +100,10 @@ def make_placement(layout: Layout, like: Params, asked: Shardings | None = None)
 
 
 def shardings_of(params: Params) -> dict[str, Sharding | None]:
-    """Returns each leaf's sharding by name; a shape without a sharding counts as on one device."""
+    """Returns each leaf's sharding by name; None for a NumPy array.
+
+    A `jax.ShapeDtypeStruct` without a sharding counts as an array on one device.
+    """
     alone = NamedSharding(single(), PartitionSpec())
 
     def of(leaf: Any) -> Sharding | None:
@@ -111,7 +115,7 @@ def shardings_of(params: Params) -> dict[str, Sharding | None]:
 
 
 def put_like(value: Any, like: Any) -> Any:
-    """Returns `value` on the devices of `like`, or on the host if `like` is there."""
+    """Returns `value` with the sharding of `like`; as a NumPy array if `like` has no sharding."""
     if isinstance(like, jax.Array):
         return jax.device_put(value, like.sharding)
     sharding = getattr(like, "sharding", None)
@@ -123,7 +127,13 @@ def placed(
     like: Any,
     read: Callable[[tuple[slice, ...]], np.ndarray],
 ) -> Any:
-    """Returns an array with this sharding, or on the host if None; a host reads only its part."""
+    """Returns an array whose values `read` gives; a host reads only the slices for its devices.
+
+    Args:
+        sharding: the array's sharding; None: the result is a NumPy array.
+        like: an array or shape; the result has its shape.
+        read: (index, a tuple of slices) -> the values of that part of the array.
+    """
     if sharding is None:
         return np.array(read((slice(None),) * len(like.shape)))
 
@@ -135,7 +145,7 @@ def placed(
 
 
 def _automatic(mesh: Any) -> Mesh:
-    """Returns the mesh with automatic axes, as the kernels need it: the compiler shards them."""
+    """Returns the mesh with all axes of type `AxisType.Auto`, which the kernels need."""
     assert isinstance(mesh, Mesh)
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
@@ -164,14 +174,17 @@ Box = tuple[tuple[int, int], ...]  # [start, stop) along each axis
 
 
 class _OwnedPiece(NamedTuple):
-    """The blocks of one piece that a host holds, and those that it uploads.
+    """The blocks of one piece that a host holds, and the blocks that it owns, that is, uploads.
+
+    A box is a range of blocks along each axis of the piece's grid.
 
     Attributes:
-        placed: the positions of the piece's blocks.
-        box: smallest box around the host's blocks; `held` is the place of its first block among
-            the rows that the host holds.
-        owned: boxes that the host uploads, each on one of its devices; `rows` are the places of
-            their blocks among the owned rows.
+        placed: where the piece's blocks are in the fragment and on the devices.
+        box: the smallest box with all blocks that the host holds.
+        held: the index of the first block of `box` among all blocks that the host holds.
+        owned: the boxes that the host owns; each is on one device.
+        rows: for each box of `owned`, the indices of its blocks among all blocks that the host
+            owns.
     """
 
     placed: Placed
@@ -183,11 +196,15 @@ class _OwnedPiece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Ownership:
-    """The blocks of one fragment that one host holds, and those that it uploads.
+    """The blocks of one fragment that one host holds, and the blocks that it owns.
 
     Attributes:
-        held: numbers in the fragment of the blocks that the host holds, ascending, int64 [n].
-        owned: numbers of the blocks that it uploads, ascending.
+        codec: the codec of updates.
+        delta_codec: the codec of version deltas.
+        block: the number of elements of a block.
+        held: the numbers in the fragment of the blocks that are on the host's devices; int64 [n].
+        owned: the numbers of the blocks that the host uploads, ascending; int64 [n].
+        parts: the same for each piece of the fragment.
     """
 
     codec: Codec
@@ -198,9 +215,13 @@ class Ownership:
     parts: tuple[_OwnedPiece, ...]
 
     def collect(self, codes: Codes) -> Encoded:
-        """Copies this host's owned rows of an update to the host: scales [n], codes [n, items].
+        """Copies the host's owned blocks of an update from its devices; waits for the devices.
 
-        Waits for the devices.
+        Args:
+            codes: the update, for each piece of the fragment.
+
+        Returns:
+            Scales [n] (float codecs: [0]) and codes [n, items], n the number of owned blocks.
         """
         scales = [encoded.scales for encoded in codes]
         scaled = scales[0].ndim == len(self.parts[0].placed.grid)
@@ -210,7 +231,15 @@ class Ownership:
         )
 
     def gather(self, arrays: Sequence[jax.Array]) -> np.ndarray:
-        """Copies the owned rows from `arrays` of blocks, one for each piece of the fragment."""
+        """Copies the host's owned blocks from its devices; waits for the devices.
+
+        Args:
+            arrays: for each piece of the fragment, an array with an item, such as a scale or codes,
+                for each block: [*grid, *items].
+
+        Returns:
+            The items of the owned blocks: [n, *items].
+        """
         items = arrays[0].shape[len(self.parts[0].placed.grid) :]
         rows = np.empty((len(self.owned), *items), arrays[0].dtype)
         for part, array in zip(self.parts, arrays, strict=True):
@@ -226,7 +255,11 @@ class Ownership:
         return rows
 
     def place(self, rows: Encoded) -> Codes:
-        """Puts this host's blocks of a version delta on its devices; `rows` has a row for each."""
+        """Puts the host's held blocks of a version delta on its devices.
+
+        Args:
+            rows: scales and codes of the held blocks, in order.
+        """
         scaled = bool(np.size(rows.scales))
         codes_NxI = np.asarray(rows.codes).reshape(len(self.held), -1)
         placed = []
@@ -237,14 +270,24 @@ class Ownership:
         return tuple(placed)
 
     def place_view(self, view_N: np.ndarray) -> tuple[jax.Array, ...]:
-        """Puts this host's blocks of a view on its devices; the view is whole, float32 [N]."""
+        """Puts the host's held blocks of a view on its devices.
+
+        Args:
+            view_N: the whole view of the fragment, float32 [N].
+
+        Returns:
+            For each piece, its blocks: float32 [*G, n, b].
+        """
         rows = view_N.reshape(-1, self.block)
         if len(self.held) != len(rows):
             rows = rows[self.held]
         return tuple(self._place(part, rows, copy=True) for part in self.parts)
 
     def _place(self, part: _OwnedPiece, rows: np.ndarray, *, copy: bool = False) -> jax.Array:
-        """Puts a piece's rows on the devices; on CPU they may share memory, unless `copy`."""
+        """Puts a piece's held blocks on the devices, from the rows of all held blocks.
+
+        On CPU the result may share memory with `rows`, unless `copy`.
+        """
         sides = tuple(stop - start for start, stop in part.box)
         items = rows.shape[1:]
         mine = rows[part.held : part.held + math.prod(sides)].reshape(*sides, *items)
@@ -267,7 +310,7 @@ _NO_SCALES = np.zeros(0, code_dtype("bfloat16"))
 
 @functools.lru_cache(maxsize=1024)
 def _of_axes(sharding: jax.sharding.NamedSharding, axes: int) -> jax.sharding.NamedSharding:
-    """Returns a sharding of blocks, cut to the first `axes` axes, or extended by unsharded ones."""
+    """Returns a sharding for arrays of `axes` axes: further axes are dropped or not sharded."""
     spec = jax.sharding.PartitionSpec(*(*sharding.spec, *(None,) * axes)[:axes])
     return jax.sharding.NamedSharding(sharding.mesh, spec)
 
@@ -281,11 +324,11 @@ def process_of(device: Any) -> int:
 def make_ownership(
     kernels: Kernels, process: int | None = None, process_of: ProcessOf = process_of
 ) -> Ownership:
-    """Returns the blocks that one host holds and uploads of the fragment that `kernels` works on.
+    """Returns which blocks of a fragment one host holds, and which it owns.
 
     Args:
         kernels: the fragment's kernels.
-        process: index of the host's process; this one, if None.
+        process: index of the host's process; None: this process.
         process_of: returns the index of the process that a device belongs to.
     """
     process = jax.process_index() if process is None else process
@@ -321,7 +364,10 @@ def make_ownership(
 
 
 def holders_of(placed: Placed, process_of: ProcessOf = process_of) -> dict[Box, list[int]]:
-    """Returns the processes that hold each part of a piece, ascending; the parts tile the piece."""
+    """Returns, for each box of blocks on a device, the processes whose devices have that box.
+
+    Process indices are ascending. The boxes partition the piece's grid of blocks.
+    """
     holders: dict[Box, set[int]] = {}
     shape = placed.grid
     sharding = jax.sharding.NamedSharding(
@@ -333,7 +379,10 @@ def holders_of(placed: Placed, process_of: ProcessOf = process_of) -> dict[Box, 
 
 
 def _numbers(placed: Placed, boxes: Iterable[Box]) -> np.ndarray:
-    """Returns the numbers of the blocks in these parts of a piece, ascending within each; int64."""
+    """Returns the numbers in the fragment of the blocks in `boxes` of a piece; int64.
+
+    Boxes are in the given order; the numbers of one box are ascending.
+    """
     strides = np.cumprod([1, *placed.grid[:0:-1]])[::-1] if placed.grid else np.ones(0, np.int64)
     found = []
     for box in boxes:

@@ -1,8 +1,9 @@
 """One learner's tensors: its parameters, the view of each fragment, the updates in flight.
 
-Arrays live on the learner's devices, cut over its mesh, and are donated from operation to
-operation: a donated array may not be used again. Only the training loop's thread calls this
-module, on every host of a learner in the same order.
+The *view* of a fragment is the fragment's parameters in the version that was adopted last. Arrays
+are sharded over the learner's mesh, and operations donate their arguments: a donated array may not
+be used again. Only the training loop's thread calls this module, on every host of a learner in the
+same order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,28 +33,30 @@ from diloco.learner.tensors.tree import named_leaves
 
 
 class Delta(NamedTuple):
-    """The codes of a version that follows the adopted one: new view less old, on the devices."""
+    """A version that follows the adopted one: the codes of new view minus old, on the devices."""
 
     codes: Codes
 
 
 class PendingView(NamedTuple):
-    """The whole view of a version that does not follow the adopted one, on the devices."""
+    """A version that does not follow the adopted one: the whole new view, on the devices."""
 
     values: Blocks
 
 
 class Replica:
-    """The parameters of a learner, relative to the views it has adopted.
+    """The synchronized parameters of a learner, the adopted views, and the updates in flight.
 
     Args:
         settings: the run's sync section.
         layout: the run's layout.
-        like: the task's trained tree, of arrays or shapes.
-        views: newest view of every fragment, float32 [N]; each is released before the next is
-            taken.
-        shardings: each leaf's for the training loop; all on one device, if None.
-        anchor: "host" keeps views in the host's memory, from where the devices fetch them.
+        like: the synchronized leaves, a tree of arrays or shapes.
+        views: the newest view of each fragment, in order: float32 [N]. Each view is released before
+            the next is taken.
+        shardings: the shardings of the training loop's leaves, by name; None: all leaves are on one
+            device.
+        anchor: "device" or "host", the memory in which views are kept; from "host" views are
+            copied to the devices for each operation.
 
     Attributes:
         trained: the parameters, a tree like `like`, with the training loop's shardings.
@@ -89,7 +92,7 @@ class Replica:
         self._anchor = anchor_memory(anchor)
         self._views: list[Blocks] = []
         self._in_flight: dict[int, Codes] = {}
-        # With `blend`: how far ahead of its view the fragment was when its update was sent.
+        # With `blend`: theta - V of a fragment when its update in flight was sent.
         self._ahead: dict[int, Blocks] = {}
         leaves = _zeros(like, self._placement.inner)
         for kernels, owned, view in zip(self._kernels, self._ownership, views, strict=True):
@@ -99,7 +102,10 @@ class Replica:
         self.trained = self._tree(self._placement.outward(leaves))
 
     def send(self, fragment: int) -> Codes:
-        """Encodes a fragment's unsent work, and keeps the codes as the update in flight."""
+        """Returns the codes of a fragment's unsent work, and keeps them as the update in flight.
+
+        The codes may still be computing on the devices.
+        """
         kernels = self._kernels[fragment]
         leaves = self._placement.inward(_part(self._leaves(), kernels))
         codes = kernels.send(leaves, self._view(fragment))
@@ -117,15 +123,25 @@ class Replica:
         return self._ownership[fragment].held
 
     def collect(self, fragment: int, codes: Codes) -> Encoded:
-        """Copies this host's owned part of an update from the devices; waits for them."""
+        """Returns the scales and codes of this host's owned blocks of an update; waits for devices.
+
+        Args:
+            fragment: the fragment's index.
+            codes: the result of `send`.
+        """
         return self._ownership[fragment].collect(codes)
 
     def place(self, fragment: int, rows: Encoded) -> Delta:
-        """Puts a version delta on this host's devices; `rows` has its held blocks."""
+        """Puts a version delta on this host's devices.
+
+        Args:
+            fragment: the fragment's index.
+            rows: scales and codes of the blocks that `local_blocks` numbers, in that order.
+        """
         return Delta(self._ownership[fragment].place(rows))
 
     def place_view(self, fragment: int, view: np.ndarray) -> PendingView:
-        """Puts a whole view, float32 [N], on the devices."""
+        """Puts a whole view, float32 [N], on this host's devices."""
         return PendingView(self._ownership[fragment].place_view(view))
 
     def adopt(
@@ -139,10 +155,11 @@ class Replica:
         """Moves view and parameters to a record's version; drops the update in flight if resolved.
 
         Args:
-            fragment: its index.
+            fragment: the fragment's index.
             payload: the record's delta or view; None: the record's view is the adopted one.
             resolved: the record resolves the update in flight.
-            blended: the version has that update, and only a share of the training since stays.
+            blended: the version has merged the update in flight, and only the share `sync.blend` of
+                the training since the send is to stay.
         """
         kernels, settings = self._kernels[fragment], self._settings[fragment]
         leaves = self._leaves()
@@ -162,7 +179,7 @@ class Replica:
         self._take(leaves, part)
 
     def roll_back(self, fragment: int, view: PendingView) -> None:
-        """Sets view and parameters to those of a rollback; forgets the update in flight."""
+        """Sets view and parameters to the view after a rollback; drops the update in flight."""
         kernels = self._kernels[fragment]
         leaves = self._leaves()
         self._in_flight.pop(fragment, None)
@@ -173,9 +190,10 @@ class Replica:
         self._take(leaves, part)
 
     def viewed(self) -> Iterator[dict[str, Any]]:
-        """Yields the parameters with the adopted views' values, by name, a fragment at a time.
+        """Yields for each fragment its leaves by name, with the adopted view as the rows' values.
 
-        Use each part before taking the next: fragments may share a tensor.
+        Rows that belong to other fragments have the values of `trained`. Use each item before
+        taking the next: fragments may share a leaf.
         """
         for fragment, kernels in enumerate(self._kernels):
             part = copied(self._placement.inward(_part(self._leaves(), kernels)))
@@ -184,7 +202,7 @@ class Replica:
     def digest(self, fragment: int) -> Callable[[], str] | None:
         """Returns a function that computes the digest of a fragment's view; it waits for devices.
 
-        Returns None on a learner of several hosts, none of which has the whole view.
+        Returns None if this host does not own all blocks of the fragment, as with several hosts.
         """
         ownership, view = self._ownership[fragment], self._views[fragment]
         if len(ownership.owned) * ownership.block != self._sizes[fragment]:
@@ -208,7 +226,7 @@ class Replica:
             jax.block_until_ready(kernels.settle(copies, codes))
 
     def _take(self, leaves: dict[str, Any], part: Leaves) -> None:
-        """Replaces a fragment's part of the parameters."""
+        """Sets `trained` to `leaves`, with a fragment's leaves replaced by those of `part`."""
         self.trained = self._tree(leaves | self._placement.outward(part))
 
     def _leaves(self) -> dict[str, Any]:
@@ -219,9 +237,10 @@ class Replica:
         return jax.tree.unflatten(self._structure, [leaves[name] for name in self._names])
 
     def _settled(self, fragment: int, part: Leaves) -> Leaves:
-        """Returns the leaves after the update in flight is resolved: its work is not sent again.
+        """Drops the update in flight, and returns the leaves plus the update's values.
 
-        Averaged state is sent whole each time, so nothing is subtracted.
+        So the update's work is not sent again. Averaged state is sent whole each time: its leaves
+        are returned unchanged.
         """
         codes = self._in_flight.pop(fragment, None)
         self._ahead.pop(fragment, None)
@@ -230,10 +249,10 @@ class Replica:
         return self._kernels[fragment].settle(part, codes)
 
     def _blended(self, fragment: int, part: Leaves) -> Leaves:
-        """Returns the leaves with a share of the training since the update that a version merged.
+        """Returns the leaves with only a share of the training since the update in flight was sent.
 
-        The share is of theta - V, which adopting does not change: quantization's error feedback is
-        not part of it, and goes out with the next update.
+        That training is the change of theta - V since the send, which an adoption does not change.
+        The error of the update's quantization is not part of it, and is sent with the next update.
         """
         sent = self._fetched(fragment, self._ahead.pop(fragment))
         share = self._settings[fragment].blend
@@ -244,7 +263,7 @@ class Replica:
         return self._fetched(fragment, self._views[fragment])
 
     def _fetched(self, fragment: int, kept: Blocks) -> Blocks:
-        """Returns blocks of a view, moved from where views are kept onto the devices."""
+        """Returns blocks of a view on the devices, copied there if views are in host memory."""
         if self._anchor is None:
             return kept
         placed = self._kernels[fragment].placed
@@ -253,7 +272,7 @@ class Replica:
         )
 
     def _at_anchor(self, blocks: Blocks) -> Blocks:
-        """Returns blocks in the memory where views are kept."""
+        """Returns blocks of a view in the memory in which views are kept."""
         if self._anchor is None:
             return blocks
         return tuple(
@@ -282,7 +301,7 @@ class Replica:
 
 
 def _zero_rows(kernels: Kernels, blocks: int) -> Encoded:
-    """Returns scales and codes of zero bytes, shaped as those of a version delta's blocks."""
+    """Returns scales and codes of zero bytes, of the shapes for `blocks` blocks of a delta."""
     codec, block = kernels.delta_codec, kernels.block
     scales = np.zeros(scale_count(codec, blocks * block, block), code_dtype("bfloat16"))
     return Encoded(scales, np.zeros((blocks, code_count(codec, block)), code_dtype(codec)))
@@ -303,9 +322,9 @@ def _zeros(like: Params, shardings: Mapping[str, NamedSharding]) -> Leaves:
 def _zeros_maker(
     shapes: tuple[tuple[str, tuple[int, ...], np.dtype], ...], shardings: tuple[NamedSharding, ...]
 ) -> Callable[[], Leaves]:
-    """Returns the compiled function that makes zeros of these names, shapes and dtypes.
+    """Returns a jitted function that makes zeros of these names, shapes, dtypes and shardings.
 
-    It is compiled once, though a process makes a replica for each life of its learner.
+    The function is cached, so that a process that makes several replicas compiles it once.
     """
 
     def zeros() -> Leaves:
@@ -316,6 +335,10 @@ def _zeros_maker(
 
 
 def anchor_memory(anchor: str) -> str | None:
-    """Returns the kind of memory that views are kept in; None for the devices' own."""
+    """Returns JAX's kind of memory in which views are kept; None: the devices' default memory.
+
+    Args:
+        anchor: "device" or "host"; "host" counts as "device" if devices cannot read host memory.
+    """
     kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
     return "pinned_host" if anchor == "host" and "pinned_host" in kinds else None
