@@ -1,7 +1,9 @@
-"""The background of one learner: its event loop, the state that its parts share, the other hosts.
+"""The background of one learner: the event loop that does all network traffic beside training.
 
-The training loop hands work over and takes events; it never waits for the network. An error that
-ends the life is raised in the training loop, at its next check.
+The training loop gives work to the background, takes events from it, and never waits for the
+network. An error in the background that ends the learner is raised in the training loop, when that
+next takes events. This module also has the state that the background's tasks share, and the
+interface to the learner's other hosts.
 """
 
 import asyncio
@@ -29,7 +31,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """A learner's tasks on the event loop, as its training thread sees them."""
+    """The training thread's interface to the learner's tasks on the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -38,23 +40,26 @@ class Background:
         self._failed: BaseException | None = None
 
     def call(self, coroutine: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
-        """Runs a coroutine and waits for its result.
+        """Runs a coroutine on the event loop, waits for its result, and returns the result.
 
         Raises:
-            TimeoutError: it takes longer than `within_s`; it is cancelled.
+            TimeoutError: the coroutine took longer than `within_s` seconds, and is cancelled.
         """
         limited = asyncio.wait_for(coroutine, within_s)
         return asyncio.run_coroutine_threadsafe(limited, self.loop).result()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs a coroutine beside training, until it ends or this life does."""
+        """Starts a coroutine on the event loop; returns at once. `close` cancels it.
+
+        An exception of the coroutine ends the learner, as by `fail`.
+        """
         self.loop.call_soon_threadsafe(self._begin, coroutine)
 
     def events(self, wait_s: float = 0.0) -> list[Arrived]:
         """Returns the events that have arrived; with none, waits up to `wait_s` for the first.
 
         Raises:
-            BaseException: the error that ended a part of the background.
+            BaseException: the error that ended a task of the background.
         """
         arrived = []
         try:
@@ -68,19 +73,19 @@ class Background:
             return arrived
 
     def post(self, event: Event, payload: Decoded = NOTHING) -> None:
-        """Hands an event to the training loop; may be called from any thread."""
+        """Gives an event to the training loop; may be called from any thread."""
         self._arrived.put(Arrived(event, payload))
 
     def fail(self, error: BaseException) -> None:
-        """Ends this life with `error` at the loop's next check; may be called from any thread."""
+        """Ends the learner: the next `events` or `check` raises `error`; from any thread."""
         self._failed = error
         self._arrived.put(error)
 
     def check(self) -> None:
-        """Raises the error that ends this life, if there is one; takes no event.
+        """Raises the error that ends the learner, if there is one; takes no event.
 
         Raises:
-            BaseException: the error that ended a part of the background.
+            BaseException: the error that ended a task of the background.
         """
         if self._failed is not None:
             raise self._failed
@@ -100,14 +105,15 @@ class Background:
             self.fail(error)
 
 
-# --- The state that its parts share
+# --- The state that the background's tasks share
 
 TROUBLE = "unanswered"
 ADVICE = (
     "see whether an aggregator of this run is alive, or start one: diloco aggregator --config FILE;"
     " what was sent waits on the tape"
 )
-# Updates of LONG times H steps, LONG_IN_A_ROW times of one fragment, are not due to an outage.
+# LONG_IN_A_ROW updates of a fragment in a row, each of at least LONG times H steps, are not due to
+# an outage: the loop is too fast for the rounds.
 LONG = 10
 LONG_IN_A_ROW = 3
 OUTRUN = (
@@ -118,11 +124,14 @@ OUTRUN = (
 
 @dataclass
 class Answers:
-    """Notes whether records answer this learner's updates; used on the event loop.
+    """Detects that no aggregator makes records, or that rounds are too slow for the loop.
+
+    Must be used on the event loop.
 
     Attributes:
-        since_s: time of the first announcement that no record has followed; None: there is none.
-        interval_steps: H, once settings have changed it; 0 before.
+        since_s: time of the first announcement of an update since the last record; None: none.
+        told: a warning was logged that no record comes.
+        interval_steps: H, if the run's settings were changed meanwhile; 0: they were not.
     """
 
     since_s: float | None = None
@@ -132,12 +141,12 @@ class Answers:
     _told_outrun: bool = False
 
     def announced(self, now_s: float) -> None:
-        """Notes that an update is on the tape."""
+        """Notes that an update of this learner was announced at `now_s`."""
         if self.since_s is None:
             self.since_s = now_s
 
     def heard(self, health: Health, logger: log.Logger) -> None:
-        """Notes that a record came: an aggregator is at work."""
+        """Notes that a record came; logs that once if a warning had been logged before."""
         self.since_s = None
         if self.told:
             self.told = False
@@ -145,7 +154,7 @@ class Answers:
             logger.info("answered")
 
     def look(self, now_s: float, longest_s: float, health: Health, logger: log.Logger) -> None:
-        """Reports once that no record has come for longer than a round takes."""
+        """Logs one warning, and sets a trouble, if updates wait for a record for `longest_s`."""
         if self.told or self.since_s is None or now_s - self.since_s < longest_s:
             return
         self.told = True
@@ -156,7 +165,10 @@ class Answers:
         logger.warning("unanswered", waited_s=waited_s, advice=ADVICE)
 
     def covered(self, fragment: int, steps: int, settings: RunSettings, logger: log.Logger) -> None:
-        """Notes an update of `steps` steps; warns once if the loop outruns the rounds by far."""
+        """Notes that an update of `steps` inner steps was sent; warns once if rounds are too slow.
+
+        Rounds are too slow if updates of a fragment cover many times H steps, again and again.
+        """
         interval_steps = self.interval_steps or settings.sync.interval_steps
         long = steps >= LONG * interval_steps
         self._long[fragment] = self._long.get(fragment, 0) + 1 if long else 0
@@ -166,13 +178,13 @@ class Answers:
 
 
 def longest_round_s(settings: RunSettings, step_time_s: float) -> float:
-    """Returns an upper bound on the seconds of a round: twice its pace, plus its deadline."""
+    """Returns an upper bound on the seconds of a round: twice H steps, plus the deadline."""
     sync = settings.sync
     return settings.quorum.deadline_s + 2 * sync.interval_steps * step_time_s
 
 
 class TrafficCounts:
-    """Bytes and updates of this life, for heartbeats."""
+    """Counts for heartbeats, since this learner joined: stored bytes, read bytes, sent updates."""
 
     def __init__(self) -> None:
         self.bytes_up = 0
@@ -182,7 +194,15 @@ class TrafficCounts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context(RunContext):
-    """The state that the background side of one learner shares."""
+    """The objects that all background tasks of one learner share.
+
+    Attributes:
+        learner: the learner's name.
+        traffic: counts of bytes and updates.
+        answers: detects that no record comes.
+        metrics: the learner's Prometheus metrics.
+        health: the learner's liveness, readiness and troubles.
+    """
 
     learner: str
     traffic: TrafficCounts = dataclasses.field(default_factory=TrafficCounts)
@@ -191,25 +211,28 @@ class Context(RunContext):
     health: Health = dataclasses.field(default_factory=Health)
 
 
-# --- The learner's other hosts, as the modules of host 0 see them
+# --- The interface of host 0 to the learner's other hosts
 
 
 class Preparation:
-    """An attempt to bring a change onto the other hosts' devices; if there are none, it is done."""
+    """An attempt to have all other hosts fetch a version; this class is for no other hosts."""
 
     async def ready(self) -> None:
-        """Waits until all other hosts have the change.
+        """Waits until all other hosts have the version's tensors; here returns at once.
 
         Raises:
-            ObjectMissingError, IntegrityError: as a host reports.
+            ObjectMissingError: a host reports that an object is missing.
+            IntegrityError: a host reports that an object is damaged.
         """
 
     def drop(self) -> None:
-        """Tells the workers that the change is not adopted, so that they free its tensors."""
+        """Tells the other hosts to free the version's tensors, since they will not be adopted."""
 
 
 class Alone:
-    """Stands for the other hosts of a learner that has none; `Coordinator` stands for several.
+    """The other hosts of a learner of one host: none, so that most methods do nothing.
+
+    The subclass `Coordinator` does the same for a learner of several hosts.
 
     Attributes:
         hosts: the number of the learner's hosts, this one included.
@@ -224,19 +247,19 @@ class Alone:
         return False
 
     def say(self, message: Any) -> None:
-        """Sends a `hosts.messages` message to the others; may be called from any thread."""
+        """Sends a `HostMessage` to all other hosts; may be called from any thread."""
 
     def write(self, message: Any) -> None:
-        """Sends a message to all other hosts; must be called on the event loop."""
+        """Sends a `HostMessage` to all other hosts; must be called on the event loop."""
 
     def tell(self, boundary: Boundary) -> None:
-        """Sends a boundary to the other hosts; may be called from any thread."""
+        """Sends the plan of a step boundary to all other hosts; callable from any thread."""
 
     def give_up(self, _error: DilocoError) -> None:
-        """Tells the other hosts the error that ends this life; may be called from any thread."""
+        """Sends all other hosts the error that ends host 0; may be called from any thread."""
 
     def prepare(self, _change: Change) -> Preparation:
-        """Asks the other hosts to fetch a change; must be called on the event loop."""
+        """Asks all other hosts to fetch a version; must be called on the event loop."""
         return Preparation()
 
     async def stored(self, _fragment: int, _seq: int) -> tuple[wire.Shard, ...]:

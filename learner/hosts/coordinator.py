@@ -1,8 +1,11 @@
-"""Host 0's side: the workers, as the modules of host 0 see them (see `background.Alone`).
+"""Host 0 of a learner of several hosts: the connections to the other hosts (the workers).
 
-Coroutines run on the background's event loop. Each `prepare` is an attempt with a number of its
-own: an answer belongs to its attempt alone, so that a failure says nothing of the next attempt,
-and an attempt that failed is dropped on every host.
+`Coordinator` has the interface of `background.Alone`, which is used for a learner of one host.
+Coroutines run on the background's event loop.
+
+Each call of `prepare` makes an attempt with a new number: workers answer with that number, so that
+a failure of one attempt is never taken for a failure of the next. An attempt that has failed is
+dropped on every host.
 """
 
 import asyncio
@@ -43,19 +46,24 @@ from diloco.learner.hosts.messages import (
 )
 from diloco.learner.wire.checkpoint_save_and_restore import CheckpointId
 
-# Boundaries that are planned ahead, so that a worker has each before its step ends.
+# Boundaries that are planned ahead, so that a worker has each plan before the step ends.
 LOOKAHEAD = 2
 
 
 class WorkerConnection(NamedTuple):
-    """The connection to one worker."""
+    """The TCP connection to one worker."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
 
 class Listener:
-    """The socket on which workers connect and identify themselves."""
+    """The TCP socket on which workers connect and identify themselves.
+
+    Args:
+        server: the listening server.
+        came: gets each new connection, with the worker's `Hello`.
+    """
 
     def __init__(
         self, server: asyncio.Server, came: "asyncio.Queue[tuple[Hello, WorkerConnection]]"
@@ -70,10 +78,17 @@ class Listener:
         return f"{host}:{port}"
 
     async def meet(self, hosts: int, secret: str) -> dict[int, WorkerConnection]:
-        """Waits until all workers of `hosts` hosts are connected; then accepts no more.
+        """Waits until all workers are connected; then closes the socket.
+
+        Args:
+            hosts: the number of the learner's hosts, host 0 included.
+            secret: the secret that workers must send.
+
+        Returns:
+            The connections, by the workers' numbers 1, 2, 3 ...
 
         Raises:
-            HostLostError: a worker did not connect.
+            HostLostError: a worker did not connect within `MEET_S` seconds.
         """
         found: dict[int, WorkerConnection] = {}
         try:
@@ -99,7 +114,7 @@ class Listener:
 
 
 async def listen(interface: str) -> Listener:
-    """Begins to listen for workers."""
+    """Returns a listener for workers, on a free port of the address `interface`."""
     came: asyncio.Queue[tuple[Hello, WorkerConnection]] = asyncio.Queue()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -117,7 +132,12 @@ async def listen(interface: str) -> Listener:
 
 
 class _Answers:
-    """The answers of all workers to one message."""
+    """The answers of all workers to one message.
+
+    Attributes:
+        all: a future whose result is the list of answers, once each of `count` workers has sent
+            one.
+    """
 
     def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
         self._count = count
@@ -131,7 +151,7 @@ class _Answers:
 
 
 class _Attempt(Preparation):
-    """An attempt of the workers to bring a change onto their devices."""
+    """An attempt to have all workers fetch a version's tensors onto their devices."""
 
     def __init__(self, coordinator: "Coordinator", number: int, answers: _Answers) -> None:
         self._coordinator = coordinator
@@ -139,10 +159,11 @@ class _Attempt(Preparation):
         self._answers = answers
 
     async def ready(self) -> None:
-        """Waits until all workers have the change on their devices.
+        """Waits until all workers have the tensors on their devices.
 
         Raises:
-            ObjectMissingError, IntegrityError: as a worker reports.
+            ObjectMissingError: a worker reports that an object is missing.
+            IntegrityError: a worker reports that an object is damaged.
         """
         failures: list[Failure | None] = await self._answers.all
         for failure in failures:
@@ -152,18 +173,22 @@ class _Attempt(Preparation):
         self._coordinator.forget(self._number)
 
     def drop(self) -> None:
-        """Has the workers free the attempt's tensors."""
+        """Tells the workers to free the attempt's tensors, since they will not be adopted."""
         self._coordinator.forget(self._number)
         self._coordinator.write(Drop(attempt=self._number))
 
 
 class Coordinator(Alone):
-    """The workers, as host 0 sees them.
+    """The other hosts of a learner (the workers), to which host 0 sends messages.
 
     Args:
         loop: the event loop.
-        connections: of all workers, by number.
-        lost: is called, on the loop, with the error that ends this life.
+        connections: the connections to all workers, by number.
+        lost: is called on the loop, with the error, when a worker is gone or sends an invalid
+            message: the learner must end.
+
+    Attributes:
+        hosts: the number of the learner's hosts, host 0 included.
     """
 
     lookahead = LOOKAHEAD
@@ -198,13 +223,16 @@ class Coordinator(Alone):
         self._loop.call_soon_threadsafe(self.write, message)
 
     def tell(self, boundary: Boundary) -> None:
-        """Sends the workers the decisions of a step boundary; after the last one, they may end."""
+        """Sends the plan of a step boundary to all workers; may be called from any thread.
+
+        After the plan of the last boundary, a worker that disconnects is no error.
+        """
         if boundary.then == "end":
             self._loop.call_soon_threadsafe(self._let_go)
         self.say(Turn(boundary=boundary))
 
     def give_up(self, error: DilocoError) -> None:
-        """Tells the workers what ends this life; may be called from any thread."""
+        """Sends all workers the error that ends host 0, so that they end; from any thread."""
         self._loop.call_soon_threadsafe(self._let_go)
         self.say(ending_of(error))
 
@@ -215,18 +243,30 @@ class Coordinator(Alone):
             connection.writer.write(data)
 
     def prepare(self, change: Change) -> _Attempt:
-        """Asks the workers to bring a change onto their devices."""
+        """Asks all workers to fetch a version's tensors; must be called on the event loop.
+
+        Args:
+            change: the objects to fetch.
+
+        Returns:
+            The attempt, whose `ready` waits for the workers.
+        """
         number = next(self._numbers)
         answers = self._attempts[number] = self._answers()
         self.write(Prepare(attempt=number, change=change))
         return _Attempt(self, number, answers)
 
     def forget(self, attempt: int) -> None:
-        """Forgets an attempt: answers to it that still come are dropped."""
+        """Drops the answers to an attempt, also answers that come later."""
         self._attempts.pop(attempt, None)
 
     async def stored(self, fragment: int, seq: int) -> tuple[wire.Shard, ...]:
-        """Waits until all workers have stored their shards of an update; returns the shards."""
+        """Waits until all workers have stored their shards of an update; returns the shards.
+
+        Args:
+            fragment: the update's fragment.
+            seq: the update's number.
+        """
         found = await self._stored[fragment, seq].all
         del self._stored[fragment, seq]
         return tuple(shard for part in found for shard in part)
@@ -236,7 +276,7 @@ class Coordinator(Alone):
         return [set(found) for found in await self._have.all]
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         self._ended = True
         for connection in self._connections.values():
             connection.writer.close()

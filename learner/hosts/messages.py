@@ -1,23 +1,25 @@
-"""Messages between the hosts of one learner: typed, with named fields, of one version.
+"""Messages between the hosts of one learner, and how the hosts find each other.
 
-    host 0 -> workers  Begin     the run's epoch and layout
-                       Load      the objects of a fragment's first view
-                       Go        the life that begins, and where its data resumes
+Host 0 directs the other hosts, the workers.
+
+    host 0 -> workers  Begin     number of the run's tape, and the layout
+                       Load      objects of the view with which a fragment begins
+                       Go        the learner has joined: incarnation and data position
                        Resume    the checkpoint to resume from
-                       Turn      the plan of the next boundary
-                       Prepare   bring a version onto the devices: an attempt, with a number
-                       Granted   a share of the data, and where it ends
-                       Drop      the attempt failed: free its tensors
-                       Ending    host 0 ends with this error: so do the others
+                       Turn      the plan of the next step boundary
+                       Prepare   fetch a version onto the devices: an attempt, with a number
+                       Granted   a share of the data, and the position where it ends
+                       Drop      the attempt failed on a host: free its tensors
+                       Ending    host 0 ends with an error: all hosts are to end
     workers -> host 0  Hello     the worker's number, and the secret
                        Have      checkpoints of which this host has its part
-                       Prepared  the attempt has succeeded here, or why it has not
+                       Prepared  the attempt has succeeded on this host, or why it has failed
                        Uploaded  this host's shards of an update are in the store
                        LeaveAsked  this host was asked to end
 
     frame: length (4 bytes, big endian), msgpack map with `version`, `kind` and the fields by name
 
-All hosts of a learner run one release; `version` detects that only some were upgraded.
+All hosts of a learner must run the same release; `version` detects that only some were upgraded.
 """
 
 import asyncio
@@ -49,11 +51,18 @@ FRAME_BYTES: Final = 64 << 20
 
 
 class HostMessage(NestedRecord):
-    """A message; the name of its class names it on the wire."""
+    """A message between hosts; the frame's `kind` is the name of the message's class."""
 
 
 class Begin(HostMessage):
-    """Names the run's epoch and layout; `constants` names the object of untrained leaves."""
+    """Tells the workers which run they join.
+
+    Attributes:
+        epoch: the number of the run's tape, 0 for the first.
+        layout: the digest of the run's layout.
+        constants: name of the object that lists leaves which are not synchronized; None: there are
+            none.
+    """
 
     epoch: int
     layout: str
@@ -61,13 +70,19 @@ class Begin(HostMessage):
 
 
 class Load(HostMessage):
-    """Names the objects from which a worker loads a fragment's first view."""
+    """Names the objects from which a worker loads the view with which a fragment begins."""
 
     change: Change
 
 
 class Go(HostMessage):
-    """Tells the workers that all hosts are ready to train from this point."""
+    """Tells the workers that the learner has joined the run and training begins.
+
+    Attributes:
+        incarnation: the sequence of the learner's join in the stream.
+        position: the learner's data position, in batches.
+        global_step: the run's clock.
+    """
 
     incarnation: int
     position: int
@@ -75,26 +90,36 @@ class Go(HostMessage):
 
 
 class Resume(HostMessage):
-    """Names the checkpoint to resume from; None: begin with a fresh inner optimizer."""
+    """Names the checkpoint to resume from; None: all hosts take a fresh inner optimizer."""
 
     checkpoint: CheckpointId | None
 
 
 class Turn(HostMessage):
-    """The plan of a boundary; some of its effects are for host 0 alone."""
+    """The plan of a step boundary; a worker ignores effects that only host 0 carries out."""
 
     boundary: Boundary
 
 
 class Prepare(HostMessage):
-    """Tells the workers to bring a version onto their devices."""
+    """Tells the workers to fetch a version's tensors onto their devices.
+
+    Attributes:
+        attempt: the attempt's number, which `Prepared` and `Drop` repeat.
+        change: the objects to fetch.
+    """
 
     attempt: int
     change: Change
 
 
 class Granted(HostMessage):
-    """Grants part of the learner's data, which ends before position `end`."""
+    """Tells the workers a share of the data that the learner has claimed.
+
+    Attributes:
+        holding: the share, and the position at which the learner reads it.
+        end: the position after the share's last batch.
+    """
 
     holding: Holding
     end: int
@@ -107,7 +132,13 @@ class Drop(HostMessage):
 
 
 class Ending(HostMessage):
-    """Ends the learner's life on all hosts with this error; `status` is a code of `Exit`."""
+    """Tells the workers to end, with the error that ends host 0.
+
+    Attributes:
+        status: the exit status of the process, a value of `Exit`.
+        message: the error's message.
+        hint: what to do about it; None: no advice.
+    """
 
     status: int
     message: str
@@ -115,20 +146,25 @@ class Ending(HostMessage):
 
 
 class Hello(HostMessage):
-    """Identifies a worker, with the secret of `exchange_secret`, which no other process has."""
+    """Identifies a worker: the secret of `exchange_secret`, and the worker's number."""
 
     secret: str
     host: int
 
 
 class Have(HostMessage):
-    """Lists checkpoints of which this host has its part, readable."""
+    """Lists the checkpoints of which this host can read its part."""
 
     checkpoints: tuple[CheckpointId, ...]
 
 
 class Failure(NestedRecord):
-    """Why a host cannot read a version: an object is missing if `missing`, else damaged."""
+    """The reason why a host cannot read a version.
+
+    Attributes:
+        missing: True: an object is missing; False: an object is damaged.
+        text: the error's message.
+    """
 
     missing: bool
     text: str
@@ -142,7 +178,7 @@ class Prepared(HostMessage):
 
 
 class Uploaded(HostMessage):
-    """Reports the shards of an update that this host has stored."""
+    """Reports the shards that this host has stored of the update `seq` of a fragment."""
 
     fragment: int
     seq: int
@@ -163,12 +199,12 @@ _KINDS: Final[dict[str, type[HostMessage]]] = {
 
 
 def ending_of(error: DilocoError) -> Ending:
-    """Returns the message for an error that ends host 0."""
+    """Returns the `Ending` message for the error that ends host 0."""
     return Ending(status=error.status, message=error.message, hint=error.hint)
 
 
 def error_of(ending: Ending) -> DilocoError:
-    """Returns the error that a message carries."""
+    """Returns the error that an `Ending` message carries."""
     error = DilocoError(ending.message, hint=ending.hint)
     error.status = find(ending.status)
     return error
@@ -230,11 +266,16 @@ _MEETINGS: Final = itertools.count(1)
 def wait_for_hosts(within_s: float = MEET_S) -> None:
     """Waits until all hosts of this learner have called this function equally often.
 
-    A collective cannot replace it: between CPUs the first collective of a group of devices must
-    find its peers within 30 s (gloo's fixed limit), whatever the hosts still load or compile.
+    A collective cannot replace this barrier: between CPUs the first collective of a group of
+    devices fails unless all hosts start it within 30 s (gloo's fixed limit), and hosts may differ
+    by more than that in what they load and compile. Without JAX's distributed client, as on a TPU's
+    own network, the function returns at once.
+
+    Args:
+        within_s: the most seconds to wait.
 
     Raises:
-        HostLostError: a host is gone, or did not call within `within_s`.
+        HostLostError: a host is gone, or has not called within `within_s`.
     """
     import jax
     from jax._src import distributed  # JAX gives its barrier no public name.
@@ -249,17 +290,20 @@ def wait_for_hosts(within_s: float = MEET_S) -> None:
 
 
 def meeting_place() -> str | None:
-    """Returns the address where this learner's hosts met: host 0's `host:port`, if JAX knows it."""
+    """Returns the address of JAX's coordinator on host 0, `host:port`; None if JAX has none."""
     from jax._src import distributed  # JAX gives it no public name either.
 
     return distributed.global_state.coordinator_address
 
 
 def exchange_secret(address: str) -> tuple[str, str]:
-    """Sends host 0's address and a secret to every host, by a collective of JAX.
+    """Sends an address and a secret from host 0 to every host, by a collective of JAX.
 
     Args:
-        address: where host 0 listens; the other hosts' value is ignored.
+        address: the address on which host 0 listens; ignored on other hosts.
+
+    Returns:
+        (host 0's address, the secret), equal on all hosts.
 
     Raises:
         HostLostError: a host is gone.
@@ -283,15 +327,18 @@ def end_if_hanging(
     within_s: float = HANGING_S,
     why: BaseException | None = None,
 ) -> threading.Timer:
-    """Ends this process after `within_s`, even if it hangs in JAX's collective or shutdown.
+    """Starts a timer that ends this process, even if it hangs in a collective or JAX's shutdown.
 
-    Only code around the training loop calls this; code that owns a connection raises
+    Only code around the training loop calls this function; code that reads a connection raises
     `HostLostError`.
 
     Args:
         status: the exit status of the process.
-        within_s: the time that the process has to end by itself.
-        why: the error that is printed when it has not.
+        within_s: seconds that the process has to end by itself.
+        why: the error to print when the timer ends the process.
+
+    Returns:
+        The timer, which can be cancelled.
     """
 
     def end() -> None:
@@ -316,10 +363,10 @@ def host_gone(who: str) -> HostLostError:
 
 
 async def read_message(reader: asyncio.StreamReader) -> HostMessage:
-    """Reads the next message.
+    """Reads the next frame of a connection, and returns its message.
 
     Raises:
-        WireError: the bytes are not a message of this release.
+        WireError: the bytes are not a message of this release, or too many.
         EOFError, OSError: the connection has ended.
     """
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))

@@ -1,4 +1,4 @@
-"""A host other than host 0: it follows host 0, and has no connection to the run's bus."""
+"""A host other than host 0 (a worker): takes plans and requests from host 0, not from NATS."""
 
 import asyncio
 import queue
@@ -41,13 +41,13 @@ M = TypeVar("M", bound=HostMessage)
 
 
 class HostLink:
-    """The connection to host 0.
+    """A worker's connection to host 0.
 
     Args:
         loop: the event loop.
         reader, writer: the streams of the connection.
-        lost: called on the event loop, with the error, when host 0 has ended with an error or the
-            connection has broken: the training thread may then hang in a collective with host 0.
+        lost: is called on the event loop, with the error, when host 0 has ended with an error or
+            the connection has broken: the training thread may then hang in a collective.
 
     Attributes:
         requests: the `Prepare`, `Granted` and `Drop` messages that came, in order; the event loop
@@ -75,11 +75,12 @@ class HostLink:
         self._loop.call_soon_threadsafe(self._writer.write, frame(message))
 
     def receive(self, kind: type[M]) -> M:
-        """Waits for host 0's next message, other than those of `requests`, and returns it.
+        """Waits for host 0's next message that is not one of `requests`, and returns it.
 
         Raises:
             HostLostError: host 0 is gone.
             WireError: the message is not of `kind`.
+            BaseException: the error given to `fail`, or the error that ended host 0.
         """
         message = self._inbox.get()
         if isinstance(message, BaseException):
@@ -90,21 +91,21 @@ class HostLink:
         return message
 
     def fail(self, error: BaseException) -> None:
-        """Ends this life with `error`, at the training loop's next check."""
+        """Ends this host's learner with `error`, which the next `receive` or `check` raises."""
         self._failed = error
         self._inbox.put(error)
 
     def check(self) -> None:
-        """Raises the error that ends this life, if there is one; takes no message.
+        """Raises the error given to `fail`, if there is one; does not wait for a message.
 
         Raises:
-            BaseException: the error that ends it.
+            BaseException: that error.
         """
         if self._failed is not None:
             raise self._failed
 
     async def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._ended = True
         await cancel(self._task)
         self._writer.close()
@@ -137,7 +138,18 @@ class HostLink:
 async def connect(
     host: int, address: str, secret: str, lost: Callable[[BaseException], None]
 ) -> HostLink:
-    """Connects to host 0 as host number `host`; `lost` as in `HostLink`."""
+    """Connects a worker to host 0, and sends its `Hello`.
+
+    Args:
+        host: this host's number.
+        address: host 0's address, `host:port`.
+        secret: the secret of `exchange_secret`.
+        lost: as in `HostLink`.
+
+    Raises:
+        OSError: host 0 cannot be reached.
+        TimeoutError: host 0 does not accept within `MEET_S` seconds.
+    """
     name, _, port = address.rpartition(":")
     async with asyncio.timeout(MEET_S):
         reader, writer = await asyncio.open_connection(name, int(port))
@@ -147,23 +159,26 @@ async def connect(
 
 
 class _LoadedAttempt(NamedTuple):
-    """The tensors that an attempt has brought onto the devices."""
+    """The tensors of a version that an attempt has fetched onto this host's devices."""
 
     attempt: int
     tensors: Any
 
 
 class Worker:
-    """The boundaries and outbox of a training loop that host 0 directs.
+    """The source of plans, and the taker of updates, for the training loop of a worker.
+
+    It has the methods of `Boundaries`, and `say` is an `Outbox`.
 
     Args:
         context: the learner's context; its bus is not used here.
         link: the connection to host 0.
-        fetcher, uploader: those of this host.
+        fetcher: fetches versions onto this host's devices.
+        uploader: stores this host's shards of updates.
         spawn: runs a coroutine on the event loop, beside training.
         asked_to_leave: returns whether this host was asked to end.
-        go: the life that begins.
-        shares: takes the holdings that host 0 is granted.
+        go: host 0's message that training begins.
+        shares: gets the shares of the data that host 0 has claimed.
     """
 
     def __init__(
@@ -192,14 +207,15 @@ class Worker:
     # For the training loop
 
     def first_step(self) -> int:
-        """Returns the run's clock for the step before the first boundary."""
+        """Returns the run's clock (global step) for the step before the first boundary."""
         return self._go.global_step
 
     def next(self) -> Boundary:
-        """Returns the next boundary, which host 0 planned some boundaries ago.
+        """Returns the plan of the next boundary, which host 0 made some boundaries ago.
 
         Raises:
             HostLostError: host 0 is gone.
+            DilocoError: the error that ended host 0.
         """
         self._context.health.turned()
         if self._asked() and not self._told:
@@ -208,19 +224,25 @@ class Worker:
         return self._link.receive(Turn).boundary
 
     def payload(self, fragment: int, record_seq: int) -> Any:
-        """Takes a record's tensors, once; host 0 plans the adoption when all hosts have them."""
+        """Returns a record's tensors, once; None if the record needs no tensors.
+
+        Host 0 plans an adoption only when all hosts have the tensors.
+        """
         held = self._held.pop((fragment, record_seq), None)
         return None if held is None else held.tensors
 
     def say(self, word: Outgoing | Republish | Done) -> None:
-        """Stores this host's shards of an update; host 0 sends all messages."""
+        """Stores this host's shards of an update, beside training.
+
+        Other messages are ignored, since only host 0 sends messages to the run.
+        """
         if isinstance(word, Outgoing):
             self._spawn(self._store(word))
 
     # On the event loop
 
     async def serve(self) -> None:
-        """Carries out host 0's requests beside training; never returns."""
+        """Carries out host 0's requests while the loop trains; never returns."""
         try:
             while True:
                 self._take(await self._link.requests.get())
@@ -268,7 +290,12 @@ class Worker:
 
 
 def check_same(what: str, here: str, there: str) -> None:
-    """Refuses to train if `what` differs between this host (`here`) and host 0 (`there`).
+    """Checks that a value is equal on this host and on host 0.
+
+    Args:
+        what: the name of the value, for the error.
+        here: the value on this host.
+        there: the value on host 0.
 
     Raises:
         ConfigError: the two differ.
