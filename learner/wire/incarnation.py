@@ -1,8 +1,10 @@
-"""One life of a learner on the tape: how it begins, and how it notices that another replaced it.
+"""The join of a learner on the tape, and the detection of a newer join under the same name.
 
-The process that joined last under a name is the learner; updates of earlier lives are rejected. So
-a join must be stored once, however often it is retried: a second copy, published after a lost
-acknowledgement, would supersede the life that it began.
+A *life* is the time from a join to the end of the process that joined; the join's sequence in the
+stream is the *incarnation*. The process that joined last under a name is the learner; updates of
+earlier lives are rejected. So a join must be stored only once, however often the publication is
+retried: a second copy, published after a lost acknowledgement, would begin another life and
+supersede the first.
 """
 
 import contextlib
@@ -26,11 +28,12 @@ from diloco.learner.background import Context
 
 
 class Joined(NamedTuple):
-    """One life of a learner on the tape.
+    """The join of one life of a learner.
 
     Attributes:
-        incarnation: sequence of its join in the stream.
-        ids: the message ids under which it tried to publish its join; no other life has them.
+        incarnation: the sequence of the join in the stream.
+        ids: the message ids with which the process tried to publish the join. They are random, so
+            that no join of another process has one of them.
     """
 
     incarnation: int
@@ -38,7 +41,13 @@ class Joined(NamedTuple):
 
 
 async def join(context: Context, host: str, platform: str = "") -> Joined:
-    """Begins a life; `host` and `platform` tell people on what machine it runs."""
+    """Publishes this learner's join, only once; retries transient faults.
+
+    Args:
+        context: the learner's context.
+        host: the machine's name, for people.
+        platform: devices and software of the machine, for people.
+    """
     message = wire.Join(
         run=context.run,
         learner=context.learner,
@@ -61,9 +70,9 @@ async def join(context: Context, host: str, platform: str = "") -> Joined:
 
 
 async def _last_error(context: Context) -> str:
-    """Returns the error with which the last life under this name ended; "" if unknown."""
+    """Returns the error that ended the last process of this name; "" if none is known."""
     subject = names.heartbeat(context.run, context.learner)
-    # The error is only for people: if it cannot be read, the life begins without it.
+    # The error is only for people: if it cannot be read, the join has none.
     with contextlib.suppress(BusError, WireError):
         message = await context.bus.last(names.ops_stream(context.run), subject)
         if message is not None:
@@ -73,9 +82,10 @@ async def _last_error(context: Context) -> str:
 
 
 async def _leave_superseded(context: Context, life: Joined) -> None:
-    """Publishes a leave for a superseded life: the tape then shows two processes of one name.
+    """Publishes a leave of this process after a newer one has joined under the same name.
 
-    The leave has no data position, since only the newer life's position counts.
+    So the tape shows that two processes ran. The leave has the data position 0, since only the
+    newer process's position counts.
     """
     message = wire.Leave(
         run=context.run,
@@ -89,11 +99,11 @@ async def _leave_superseded(context: Context, life: Joined) -> None:
 
 
 async def end_when_superseded(context: Context, life: Joined) -> None:
-    """Waits until another process joins under this learner's name; never returns.
+    """Reads the joins under this learner's name until there is a newer one; never returns.
 
     Raises:
-        SupersededError: another process has joined.
-        ExpiredError: an aggregator has ended this life.
+        SupersededError: another process has joined under the name.
+        ExpiredError: an aggregator has ended this learner's life, as it was silent for too long.
     """
     subject = names.join(context.run, context.learner)
     async for message in context.bus.read(context.tape, [subject], life.incarnation + 1):
@@ -120,7 +130,7 @@ async def end_when_superseded(context: Context, life: Joined) -> None:
 
 
 class _Joining:
-    """Publishes a join by compare-and-swap on the join before it, so that it is stored only once.
+    """Publishes a join by compare-and-swap on the last join of the name, so that it is stored once.
 
     Args:
         context: the learner's context.
@@ -140,7 +150,12 @@ class _Joining:
         self._doubt = False
 
     async def attempt(self) -> int:
-        """Publishes the join, unless an earlier attempt is stored; returns its sequence."""
+        """Publishes the join, unless an earlier attempt has stored it; returns its sequence.
+
+        Raises:
+            StaleReadError: another join was stored meanwhile; call again.
+            BusUnavailableError: the join may or may not be stored; call again.
+        """
         if self._doubt and (standing := await self._look()):
             return standing
         self.ids.append(self._context.runtime.new_id())
@@ -160,7 +175,10 @@ class _Joining:
         return seq
 
     async def _look(self) -> int:
-        """Returns the sequence of our join if it is stored, else 0; updates the expected last."""
+        """Returns the sequence of this process's join if it is stored, else 0.
+
+        Updates the sequence that the next compare-and-swap expects.
+        """
         newest_seq = await last_at_leader(self._context.bus, self._subject)
         if newest_seq > self._before_seq:
             messages = self._context.bus.read(
@@ -177,14 +195,20 @@ class _Joining:
 
 
 async def last_at_leader(bus: Bus, subject: str) -> int:
-    """Returns the last sequence of a subject that one may publish to; 0 if it has no message.
+    """Returns the sequence of the last message of a subject, by the stream's leader.
 
-    Only the stream's leader checks a compare-and-swap, so its refusal of a swap that cannot succeed
-    names the last message. Reading could not tell: a learner may read its subjects only one by one,
-    from any replica.
+    Publishes a compare-and-swap that cannot succeed: only the leader checks it, and the refusal
+    names the last sequence. A read may be answered by a replica that lags.
+
+    Args:
+        bus: the connection to NATS.
+        subject: a subject to which this process may publish.
+
+    Returns:
+        The sequence; 0 if the subject has no message.
 
     Raises:
-        StaleReadError: the leader did not name it; try again.
+        StaleReadError: the refusal did not name a sequence; call again.
     """
     try:
         await bus.publish(subject, b"", expected_last=wire.GREATEST)

@@ -1,7 +1,8 @@
-"""The learner's outbound side: shards to the store, then the manifest to the tape; heartbeats.
+"""Sends a learner's updates and heartbeats: shards to the object store, all messages to NATS.
 
-All of it runs beside training and retries transient faults for ever: while NATS or the store is
-unreachable, updates wait here and training continues.
+An update's manifest, the message that announces the update, is published after all shards are
+stored. All coroutines run beside training, and retry transient faults for ever: while NATS or the
+store is unreachable, updates wait and training continues.
 """
 
 import asyncio
@@ -31,33 +32,38 @@ from diloco.learner.wire.incarnation import Joined
 
 T = TypeVar("T")
 
-# Seconds without a stored heartbeat until the learner warns: longer than a leader's election.
+# Seconds without a stored heartbeat until the learner logs a warning: longer than the election of
+# a stream's leader.
 SILENT_S = 8.0
 # The number of a fragment's tensors that an error names.
 NAMED = 8
 
 
 class UploadResult(NamedTuple):
-    """The shards of an update that a host has stored, and the time when its codes were encoded."""
+    """The shards of an update that one host has stored.
+
+    `encoded_at_s` is the time when the codes had been computed and packed.
+    """
 
     shards: tuple[wire.Shard, ...]
     encoded_at_s: float
 
 
 class _Packed(NamedTuple):
-    """Shards with their bytes, and the time when their codes were encoded."""
+    """The shards of an update with their bytes, and the time when they had been packed."""
 
     shards: tuple[tuple[wire.Shard, bytes], ...]
     encoded_at_s: float
 
 
 class Uploader:
-    """Stores the blocks of updates that one host owns.
+    """Stores the shards of updates with the blocks that one host owns, that is, is to upload.
 
     Args:
         context: the learner's context.
-        tensors: the host's replica.
-        host: the host's number; `hosts` is the number of the learner's hosts.
+        tensors: the learner's tensors on this host.
+        host: this host's number.
+        hosts: the number of the learner's hosts.
     """
 
     def __init__(self, context: Context, tensors: Replica, host: int = 0, hosts: int = 1) -> None:
@@ -65,16 +71,25 @@ class Uploader:
         self._tensors = tensors
         self._host = host
         self._hosts = hosts
-        # By fragment and index of a shard; a host owns the same blocks all its life.
+        # The blocks of a shard, by fragment and the shard's index; they never change.
         self._slices: dict[tuple[int, int], tuple[wire.Slice, ...]] = {}
 
     async def store(self, incarnation: int, send: Send, codes: Any) -> UploadResult:
-        """Stores this host's shards of an update."""
+        """Stores this host's shards of an update; retries until they are stored.
+
+        Args:
+            incarnation: the sequence of the learner's join in the stream.
+            send: the core's decision, with the update's fragment and number.
+            codes: the quantized update on the devices, which may still be computing.
+
+        Raises:
+            DivergedError: the update has values that are infinite or NaN.
+        """
         context = self._context
         packed: _Packed | None = None
 
         def begin() -> _Packed:
-            """Packs the shards; stores a single one here, since changing threads costs as much."""
+            """Packs the shards once. A single shard is stored here, to save a change of threads."""
             nonlocal packed
             if packed is None:
                 packed = _Packed(self._pack(incarnation, send, codes), context.runtime.clock())
@@ -89,7 +104,7 @@ class Uploader:
         return UploadResult(tuple(shard for shard, _ in found.shards), found.encoded_at_s)
 
     async def _retry(self, function: Callable[[], T]) -> T:
-        """Calls a blocking function off the event loop until no transient fault meets it."""
+        """Calls a blocking function on another thread, again after each transient fault."""
         context = self._context
         return await context.runtime.retry(
             "storing a shard", lambda: context.runtime.call(function), logger=context.logger
@@ -106,7 +121,7 @@ class Uploader:
         sync_section = sync_of(context.settings.sync, context.layout.fragments[fragment])
         codec, block = sync_section.codec, sync_section.block
         owned_n = self._tensors.owned(fragment)
-        if not len(owned_n):  # All its blocks are other hosts' too, and theirs to send.
+        if not len(owned_n):  # Other hosts have copies of all blocks of this host, and send them.
             return ()
         rows = self._tensors.collect(fragment, codes)
         _check_finite(rows, context.layout.fragments[fragment])
@@ -152,12 +167,17 @@ class Uploader:
 
 
 def _check_finite(rows: Encoded, fragment: Fragment) -> None:
-    """Refuses to send values that are infinite or NaN: their blocks' scales, or codes, show it.
+    """Checks that an update has no values that are infinite or NaN.
 
-    This is not checked at the step, which would have to wait for the devices.
+    The blocks of such values have the scale NaN, or such codes. A check at the step boundary would
+    have to wait for the devices.
+
+    Args:
+        rows: scales and codes of this host's blocks.
+        fragment: the update's fragment, whose tensors the error names.
 
     Raises:
-        DivergedError: some of this fragment's parameters are infinite or not a number.
+        DivergedError: a value is infinite or NaN.
     """
     # NumPy has no `isfinite` of bfloat16.
     told = rows.scales if np.size(rows.scales) else rows.codes
@@ -181,14 +201,14 @@ async def _publish(context: Context, subject: str, body: wire.Body) -> int:
 
 
 class Publisher:
-    """Sends one learner's messages, under one incarnation.
+    """Sends one learner's messages to the run, from its join to its end.
 
     Args:
         context: the learner's context.
-        post: tells the training loop which updates are on the tape.
+        post: gives the training loop a `Published` event for each announced update.
         uploader: stores this host's shards.
-        peers: the other hosts, which store their shards.
-        life: the life that sends.
+        peers: the learner's other hosts, which store their own shards.
+        life: the learner's join on the tape.
     """
 
     def __init__(
@@ -203,7 +223,7 @@ class Publisher:
         self._announcing: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def say(self, word: Outgoing | Republish | Done) -> None:
-        """Publishes a message of the training loop."""
+        """Sends an update, announces it again, or publishes a leave, by the type of `word`."""
         match word:
             case Outgoing():
                 await self.send(word)
@@ -213,7 +233,12 @@ class Publisher:
                 await self.leave(position, fragments)
 
     async def leave(self, position: int, fragments: tuple[int, ...] = ()) -> None:
-        """Ends this life, or only the sending of `fragments`."""
+        """Publishes a leave: this learner ends, or sends no more updates of `fragments`.
+
+        Args:
+            position: the learner's data position, in batches.
+            fragments: indices of the fragments; empty: the learner ends.
+        """
         context, life = self._context, self._life
         message = wire.Leave(
             run=context.run,
@@ -225,7 +250,12 @@ class Publisher:
         await _publish(context, names.leave(context.run, context.learner), message)
 
     async def send(self, outgoing: Outgoing) -> None:
-        """Stores an update's shards, publishes its manifest, and tells the training loop."""
+        """Stores an update's shards, publishes the manifest, and posts a `Published` event.
+
+        Raises:
+            DivergedError: the loss or a value of the update is infinite or NaN; the update is not
+                announced.
+        """
         context, send, life = self._context, outgoing.send, self._life
         began_s = context.runtime.clock()
         storing = self._uploader.store(life.incarnation, send, outgoing.codes)
@@ -283,10 +313,11 @@ class Publisher:
             context.metrics.observe(metrics.SENDING, took_s, part)
 
     async def republish(self, again: Republish) -> None:
-        """Announces again an update that no record has resolved for long.
+        """Publishes the manifest of an update again, as no record has resolved the update for long.
 
-        Does nothing while the update, or a newer one, is being announced: a restarted learner's
-        data resumes behind the last manifest of each subject, so no older one may follow.
+        Does nothing if a newer update of the fragment exists, or one is being announced. A learner
+        that restarts takes its data position from the last manifest of each fragment: so no older
+        manifest may follow a newer one.
         """
         manifest = self._manifests.get(again.fragment)
         announcing = self._announcing[again.fragment].locked()
@@ -298,7 +329,15 @@ class Publisher:
             context.answers.look(now_s, longest_s, context.health, context.logger)
 
     async def beat(self, state: Callable[[], wire.Heartbeat], every_s: float) -> None:
-        """Sends a heartbeat every `every_s` seconds, for ever; a lost one is not repeated."""
+        """Sends a heartbeat every `every_s` seconds; never returns.
+
+        A heartbeat that could not be sent is not sent again. After `SILENT_S` seconds without one a
+        warning is logged.
+
+        Args:
+            state: returns the heartbeat to send.
+            every_s: seconds between two heartbeats.
+        """
         context = self._context
         subject = names.heartbeat(context.run, context.learner)
         stored_at_s, warned = context.runtime.clock(), False
@@ -319,10 +358,10 @@ class Publisher:
             await asyncio.sleep(every_s)
 
     async def last_word(self, beat: wire.Heartbeat) -> None:
-        """Sends a last heartbeat, which says how this learner ended.
+        """Sends the heartbeat `beat` once; it says how this learner ended.
 
         Raises:
-            BusError: the bus does not take it.
+            BusError: the heartbeat could not be published.
         """
         subject = names.heartbeat(self._context.run, self._context.learner)
         await self._context.bus.publish(subject, wire.encode(self._stamped(beat)))

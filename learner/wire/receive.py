@@ -1,10 +1,10 @@
-"""The learner's inbound side: reads records, fetches and decodes versions, in order per fragment.
+"""Reads a run's records, and fetches versions onto a learner's devices, in order per fragment.
 
-A record is handed to the training loop only when its tensors are verified and on the devices of all
-hosts, so that adopting it is one small step there. Records that wait are fetched together
+A record is given to the training loop only when its tensors are verified and on the devices of all
+hosts, so that the adoption at a step boundary is quick. Records that wait are fetched together
 (`catchup.py`), and no more is decoded than the devices have room for (`Room`). If an object was
-collected meanwhile, or the learner's view is not the one that a record builds on, the learner loads
-the newest view.
+deleted by garbage collection meanwhile, or a record builds on another view than the learner's, the
+learner loads the newest view.
 """
 
 import asyncio
@@ -41,14 +41,21 @@ from diloco.learner.core.events import (
 from diloco.learner.core.handover import NOTHING, Decoded, Post
 from diloco.learner.tensors.send_and_adopt import Replica
 
-# Decoded versions may wait for as many bytes as views of the largest fragment: two, so that one is
-# fetched while another waits for its boundary.
+# Decoded versions that wait on the devices may take as many bytes as this number of views of the
+# largest fragment: two, so that one is fetched while another waits for its boundary.
 WAITING_VIEWS = 2
 _FLOAT32_BYTES = 4
 
 
 class Room:
-    """A limit on the bytes of decoded versions on the devices that wait for a step boundary."""
+    """A limit on the bytes of decoded versions that wait on the devices for a step boundary.
+
+    Args:
+        limit_bytes: the limit; a single version may exceed it.
+
+    Attributes:
+        taken_bytes: the bytes that wait now.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -58,7 +65,10 @@ class Room:
         self.taken_bytes = 0
 
     def fits(self, size_bytes: int) -> bool:
-        """True if `size_bytes` may be decoded now; a single version always may be."""
+        """True if `size_bytes` more may be decoded now; always if no version waits.
+
+        If False, `freed` waits for the next change.
+        """
         loop = asyncio.get_running_loop()
         with self._lock:
             if not self.taken_bytes or self.taken_bytes + size_bytes <= self._limit_bytes:
@@ -72,7 +82,7 @@ class Room:
             self.taken_bytes += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
-        """Gives back the bytes of an adopted version, from any thread; wakes `freed`."""
+        """Counts the bytes of a version as waiting no more; from any thread; wakes `freed`."""
         with self._lock:
             self.taken_bytes -= size_bytes
             wake, self._wake = self._wake, None
@@ -80,15 +90,16 @@ class Room:
             wake()
 
     async def freed(self) -> None:
-        """Waits until room is given back, after a version did not fit."""
+        """Waits for the next `give_back`; to be called after `fits` returned False."""
         await self._freed.wait()
         self._freed.clear()
 
 
 async def load(context: Context, fragment: int) -> Loaded:
-    """Loads and verifies the newest version of a fragment, with which a learner begins.
+    """Loads and verifies the newest version of a fragment; retries transient faults.
 
-    A stale replica may give an older version; the records after it are then read in order.
+    If a replica of the stream lags, the version may be older than the newest; the learner then
+    reads the records after that version in order.
     """
     loaded = await context.runtime.retry(
         "loading a version", lambda: load_view(context, fragment), logger=context.logger
@@ -98,13 +109,13 @@ async def load(context: Context, fragment: int) -> Loaded:
 
 
 def start_at(loaded: Loaded) -> Start:
-    """Returns the core's `Start` for a fragment, from its loaded version."""
+    """Returns the core's `Start` for a loaded version of a fragment."""
     record = loaded.record
     return Start(record.version, record.view_digest, loaded.record_seq, record.global_step)
 
 
 def whole(loaded: Loaded) -> Change:
-    """Returns the change that makes a loaded view from its snapshot and deltas."""
+    """Returns the `Change` with the snapshot and deltas that a loaded view was made from."""
     record = loaded.record
     return Change(
         record.fragment, loaded.record_seq, record.view_digest, loaded.snapshot, loaded.deltas
@@ -112,17 +123,30 @@ def whole(loaded: Loaded) -> Change:
 
 
 class VersionFetcher:
-    """Fetches the blocks of versions that one host holds, and puts them on its devices."""
+    """Fetches versions from the store onto the devices of one host.
+
+    Only the blocks that belong on these devices are read of a delta.
+
+    Args:
+        context: the learner's context.
+        tensors: the learner's tensors on this host.
+    """
 
     def __init__(self, context: Context, tensors: Replica) -> None:
         self._context = context
         self._tensors = tensors
 
     async def fetch(self, change: Change) -> Any:
-        """Fetches the tensors of a change onto this host's devices.
+        """Fetches and verifies the objects of a version, and puts them on this host's devices.
+
+        Args:
+            change: the objects: a delta, or a snapshot and deltas.
+
+        Returns:
+            A `Delta`, or with a snapshot a `PendingView`.
 
         Raises:
-            ObjectMissingError: garbage collection has taken an object.
+            ObjectMissingError: garbage collection has deleted an object.
             IntegrityError: an object is damaged.
         """
         if change.snapshot is None:
@@ -130,7 +154,7 @@ class VersionFetcher:
         return await self._context.runtime.call(self._view, change, change.snapshot)
 
     async def place(self, loaded: Loaded) -> Any:
-        """Puts a view that is loaded already on this host's devices."""
+        """Puts a loaded view on this host's devices; returns it as a `PendingView`."""
         place = self._tensors.place_view
         return await self._context.runtime.call(place, loaded.record.fragment, loaded.view)
 
@@ -167,15 +191,15 @@ class VersionFetcher:
 
 
 class Receiver:
-    """Follows the run's records for one life of a learner.
+    """Reads the run's records for a learner, from its join to its end.
 
     Args:
         context: the learner's context.
-        post: hands events to the training loop.
-        fetcher: fetches versions for this host.
-        peers: the other hosts, which fetch the blocks that they hold.
-        starts: the versions that this life begins with, by fragment.
-        incarnation: the life whose updates the records resolve.
+        post: gives events to the training loop.
+        fetcher: fetches versions onto this host's devices.
+        peers: the learner's other hosts, which fetch versions onto their own devices.
+        starts: for each fragment, the version that the learner begins with.
+        incarnation: the sequence of the learner's join in the stream, which its updates carry.
     """
 
     def __init__(
@@ -199,7 +223,7 @@ class Receiver:
         self._ahead_s = math.inf
 
     async def follow(self) -> None:
-        """Hands over records, settings and the run's stop as they come; never returns."""
+        """Posts records, changed settings, open rounds, the run's stop and end; never returns."""
         try:
             await all_of(
                 *(self._follow_fragment(fragment) for fragment in range(len(self._adopted))),
@@ -239,7 +263,11 @@ class Receiver:
     async def _arrived(
         self, fragment: int, waiting: Sequence[UnfetchedRecord]
     ) -> list[UnfetchedRecord]:
-        """Returns the records that have come since; with none waiting, waits for the first."""
+        """Returns the records of a fragment that came since the last of `waiting`.
+
+        If `waiting` is empty, waits for a record first. The result may still be empty: records that
+        are no newer than the adopted one are left out.
+        """
         queue = self._queues[fragment]
         messages = [] if waiting else [await queue.get()]
         while not queue.empty():
@@ -267,7 +295,18 @@ class Receiver:
     async def _take(
         self, fragment: int, move: FetchMove | None, covered: Sequence[UnfetchedRecord]
     ) -> int:
-        """Fetches the tensors of a move, hands them over; returns the newest sequence covered."""
+        """Fetches the tensors of a move, and gives them to the training loop.
+
+        If that is not possible, loads the newest view instead.
+
+        Args:
+            fragment: the fragment's index.
+            move: what to fetch; None: the newest record cannot be read.
+            covered: the waiting records that the move covers.
+
+        Returns:
+            The sequence of the record whose version the training loop now has.
+        """
         newest = covered[-1]
         if move is not None:
             assert newest.record is not None
@@ -286,10 +325,10 @@ class Receiver:
         return loaded.record_seq
 
     async def _moved(self, move: FetchMove) -> Decoded:
-        """Fetches the tensors of a move, after taking room for them.
+        """Fetches the tensors of a move, and counts their bytes as waiting on the devices.
 
         Raises:
-            ObjectMissingError: an object was collected.
+            ObjectMissingError: garbage collection has deleted an object.
             IntegrityError: an object is damaged.
         """
         change, context = move.change, self._context
@@ -309,7 +348,7 @@ class Receiver:
         return Decoded(tensors, partial(self._room.give_back, size_bytes))
 
     async def _prepare(self, change: Change) -> Any:
-        """Fetches a change onto the devices of all hosts; returns this host's tensors."""
+        """Fetches a version onto the devices of all hosts; returns this host's tensors."""
         preparation = self._peers.prepare(change)
         try:
             tensors = await self._fetcher.fetch(change)
@@ -320,10 +359,18 @@ class Receiver:
         return tensors
 
     async def _reload(self, fragment: int, record_seq: int) -> tuple[Loaded, Decoded]:
-        """Loads the newest view, of record `record_seq` or later, onto the devices of all hosts.
+        """Loads the newest view of a fragment onto the devices of all hosts.
 
-        Returns no tensors for the view already adopted, which would overwrite the training since.
-        Retries with growing pauses while a stale replica answers or a host cannot read the view.
+        Retries with growing pauses while a replica of the stream lags or a host cannot read the
+        view.
+
+        Args:
+            fragment: the fragment's index.
+            record_seq: the view must be of this record or a later one.
+
+        Returns:
+            The loaded version, and its tensors on this host's devices. There are no tensors if the
+            view is the adopted one, since that would overwrite the training since its adoption.
 
         Raises:
             HostFetchError: a host could not read the view for long.
@@ -411,7 +458,7 @@ class Receiver:
 
 
 async def follow_run(context: Context, post: Post) -> None:
-    """Hands over settings, stop, end and round announcements as they come; never returns."""
+    """Posts an event for each settings message, stop, end and open round; never returns."""
     run = context.run
     # One reader for each subject, so that the server can restrict what a learner reads. The order
     # between subjects does not matter here.
@@ -421,10 +468,10 @@ async def follow_run(context: Context, post: Post) -> None:
 
 
 async def _follow_subject(context: Context, post: Post, subject: str) -> None:
-    """Hands over the last message of one subject, and all that follow.
+    """Posts the last message of a subject and all messages that follow; never returns.
 
-    The last message may come from a replica that lags, so reading continues in order from it, and
-    not from the newest message.
+    A replica that lags may give an older message as the last one, so that reading continues in
+    order after that message.
     """
     last = await context.runtime.retry(
         "reading the tape",

@@ -1,4 +1,7 @@
-"""Where a learner's data resumes: behind all that its updates and leaves on the tape cover."""
+"""The position at which a learner's data resumes: after all batches that it reported on the tape.
+
+A learner's updates and leaves report its position.
+"""
 
 import contextlib
 from typing import NamedTuple
@@ -11,10 +14,13 @@ from diloco.learner.wire.incarnation import last_at_leader
 
 
 class ResumePosition(NamedTuple):
-    """A learner's data position, and by fragment the batches before it that a crash has lost.
+    """The data position of a learner that has joined.
 
-    Lost batches are in no update of their fragment; they are not trained again, since they may be
-    in updates of other fragments.
+    Attributes:
+        position: the number of the batch with which training continues.
+        lost: for each fragment, how many batches before `position` are in none of the fragment's
+            updates, as after a crash; empty if there are none. Lost batches are not trained again,
+            since they may be in updates of other fragments.
     """
 
     position: int
@@ -22,10 +28,10 @@ class ResumePosition(NamedTuple):
 
 
 async def place_after_join(context: Context) -> ResumePosition:
-    """Returns the data position of a learner whose join is on the tape.
+    """Returns the data position of this learner, from the tape; to be called after the join.
 
-    Before the join, an update of an earlier life could still be stored and merged; updates stored
-    after the join are rejected as superseded.
+    Before the join, an update of an earlier process of the same name could still be stored and
+    merged. Updates of that process that are stored after the join are rejected as superseded.
     """
     reached = await data_reached(context, context.learner, lambda subject: _last(context, subject))
     position = max(reached.values())
@@ -34,7 +40,10 @@ async def place_after_join(context: Context) -> ResumePosition:
 
 
 async def _last(context: Context, subject: str) -> Message | None:
-    """Returns the last message of one of this learner's subjects, even from a replica that lags."""
+    """Returns the last message of one of this learner's subjects; None if there is none.
+
+    If a replica of the stream lags, waits until that message can be read.
+    """
 
     async def attempt() -> Message | None:
         newest_seq = await last_at_leader(context.bus, subject)
