@@ -5,15 +5,16 @@ Any `grain.MapDataset` of examples (pytrees of NumPy arrays of one shape) become
 each host reads only its rows.
 
 Rules:
-  1. An epoch is one permutation of the dataset, the same for all learners of a run, divided into
-     `shares` parts by the remainder of an example's index in that permutation: parts do not
-     overlap, whatever learners join, leave or lag. A share belongs to a learner by name, or to the
-     learner that claims it on the run's tape (`common/storage/data_share_allocation.py`).
-  2. A batch lies in one epoch. The examples of a share after its last whole batch are left out of
-     that epoch; they are different ones in each epoch.
-  3. A learner resumes behind all that it has sent (`learner/wire/resume_position.py`). So of one
-     epoch, each example of its share is in at most one merged update of a fragment; batches lost in
-     a crash are not read again.
+  1. An epoch is one permutation of the dataset, the same for all learners of a run. It is divided
+     into shares: share i has the examples whose index in the permutation has the remainder i when
+     divided by the number of shares. So shares do not overlap, whatever learners join, leave or
+     lag. A share belongs to a learner by name, or to the learner that claims the share on the run's
+     tape (`common/storage/data_share_allocation.py`).
+  2. All examples of a batch are of one epoch. The examples of a share after the last whole batch
+     are left out of that epoch; each epoch leaves out different examples.
+  3. A learner resumes after all batches that it has sent (`learner/wire/resume_position.py`). So of
+     one epoch, each example of a share is in at most one merged update of a fragment; batches that
+     a crash has lost are not read again.
 """
 
 import sys
@@ -33,7 +34,7 @@ from diloco.learner.task import PROBE, Batch, Holder
 if TYPE_CHECKING:
     import grain
 
-# Checking a task or compiling draws no more batches: then no workers are started.
+# The first batches are read without workers: checking a task or compiling needs no more of them.
 DRAWN_HERE = 2
 ENDLESS = 1 << 62
 
@@ -93,23 +94,30 @@ class GrainData:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches in one share of an epoch; in the whole epoch if it is not divided."""
+        """The number of whole batches in one share of an epoch."""
         return len(self._dataset) // self.shares // self._batch
 
     @property
     def sizes(self) -> Sizes:
-        """The division of each epoch into shares."""
+        """The number of shares in an epoch, and the number of batches in a share."""
         return Sizes(self.shares, self.batches_per_epoch)
 
     @property
     def shared(self) -> Self | None:
-        """This object, if learners claim shares; else None. For `Task.shared`."""
+        """The value for `Task.shared`: this object if learners claim shares, else None."""
         return self if self._claimed else None
 
     def claimed(
         self, holder: Holder, position: int, start: int = 0, stop: int | None = None
     ) -> Iterator[Batch]:
-        """Works as `task.Shared.claimed`."""
+        """Yields the batches of the shares that `holder` gives, as `Shared.claimed` in `task.py`.
+
+        Args:
+            holder: gives the learner's shares, and waits for them.
+            position: the number of the first batch, counted over all shares of the learner.
+            start: the first row of each batch to read.
+            stop: the row after the last one to read; None: the end of the batch.
+        """
         rows = range(start, self._batch if stop is None else stop)
         while (holding := holder.at(position)) is not None:
             number = holding.first + position - holding.position
@@ -117,21 +125,39 @@ class GrainData:
             position += self.batches_per_epoch - number
 
     def batches(self, learner: str, position: int) -> Iterator[Batch]:
-        """Works as `Task.batches`."""
+        """Returns the endless batches of a learner, number `position` first, for `Task.batches`.
+
+        Raises:
+            TaskError: shares are by name, and the learner has none.
+        """
         return self.rows(learner, position, 0, self._batch)
 
     def rows(self, learner: str, position: int, start: int, stop: int) -> Iterator[Batch]:
-        """Works as `Task.rows`.
+        """Returns rows start:stop of the endless batches of a learner, for `Task.rows`.
+
+        If learners claim shares, these are the batches of all shares, one after the other, which
+        serve to check a task.
+
+        Args:
+            learner: the learner's name.
+            position: the number of the first batch.
+            start: the first row of each batch.
+            stop: the row after the last one.
 
         Raises:
-            TaskError: the learner has no share.
+            TaskError: shares are by name, and the learner has none.
         """
         if self._claimed:
             return self.claimed(_Alone(self.batches_per_epoch), position, start, stop)
         return self._read(self._source(learner, position, range(start, stop)))
 
     def indices(self, learner: str, position: int) -> list[int]:
-        """Returns the indices, in the endless order of epochs, of batch number `position`."""
+        """Returns the indices of a batch's examples, in the endless order of all epochs.
+
+        Args:
+            learner: the learner's name.
+            position: the number of the batch.
+        """
         return self._source(learner, position, range(self._batch)).places(0)
 
     def _source(self, learner: str, position: int, rows: range) -> "_Batches":
@@ -139,7 +165,10 @@ class GrainData:
         return self._batches(order, self._share(learner), position, ENDLESS, rows)
 
     def _part(self, tape_epoch: int, share: int, number: int, rows: range) -> "_Batches":
-        """Returns a share's batches from `number` on; each tape orders an epoch differently."""
+        """Returns the batches of a share, batch `number` of the share first.
+
+        The order of examples depends on `tape_epoch`, the number of the run's tape.
+        """
         epoch, place = divmod(share, self.shares)
         end = (epoch + 1) * self.batches_per_epoch
         first = epoch * self.batches_per_epoch + number
@@ -188,7 +217,7 @@ class GrainData:
 
 
 def require_grain() -> None:
-    """Raises an error that says what to install, if grain is not installed.
+    """Checks that grain is installed, and prepares it for use.
 
     Raises:
         TaskError: grain is not installed.
@@ -202,7 +231,7 @@ def require_grain() -> None:
             hint="pip install 'diloco[grain]'",
         ) from error
     if not flags.FLAGS.is_parsed():
-        # grain parses flags of its own there, and our command line is not absl's.
+        # grain needs parsed absl flags, and this program's command line has none.
         flags.FLAGS.mark_as_parsed()
 
 
@@ -215,26 +244,34 @@ def _begin_worker(_index: int, _count: int) -> None:
 
 @dataclass(frozen=True)
 class _Alone:
-    """Holds all shares, one after the other, as a single learner would."""
+    """A `Holder` that has all shares, one after the other, without any claim.
+
+    `batches` is the number of batches in a share.
+    """
 
     batches: int
     epoch: int = 0
 
     def at(self, position: int) -> Holding:
-        """Works as `Holder.at`."""
+        """Returns the holding with batch number `position`."""
         share, number = divmod(position, self.batches)
         return Holding(share, 0, position - number)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Batches:
-    """A source for grain: item i is batch number `first` + i of one share, up to `end`.
+    """A source for grain: item i is batch number `first` + i of a share.
+
+    Batches of a share are numbered through all epochs.
 
     Attributes:
         examples: the shuffled examples, epoch after epoch.
+        first: the number of the first batch.
+        end: the number after the last batch.
         rows: the rows of a batch that are read.
         batch: the number of rows of a whole batch.
-        share: the index of the share, among `shares`.
+        share: the index of the share in each epoch.
+        shares: the number of shares of an epoch.
     """
 
     examples: "grain.MapDataset[Any]"
@@ -258,7 +295,7 @@ class _Batches:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
 
     def places(self, index: int) -> list[int]:
-        """Returns the indices of a batch's rows in the order of all epochs, one after the other."""
+        """Returns the indices of item `index`'s rows, in the endless order of all epochs."""
         size = len(self.examples)
         epoch, number = divmod(self.first + index, size // self.shares // self.batch)
         first = number * self.batch

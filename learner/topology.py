@@ -1,8 +1,8 @@
-"""Devices that are not present, for which their compiler still works: `--platform tpu` or `cuda`.
+"""Devices of TPUs and GPUs that this machine lacks, for compiling only: `--platform tpu` or `cuda`.
 
-libtpu compiles for any slice without a chip of it, and XLA for a GPU whose properties it is given.
-No array can be put on these devices, and no program run: shapes are lowered and compiled for them,
-and the compiler reports figures. For GPUs it counts memory, but no bytes accessed.
+libtpu compiles for any TPU slice without a chip, and XLA for a GPU whose properties are given. No
+array can be put on these devices, and no program can run: shapes are lowered and compiled for the
+devices, and the compiler reports figures. For GPUs these include memory, but not bytes accessed.
 """
 
 import re
@@ -15,18 +15,19 @@ from diloco.common.protocol.errors import ConfigError
 
 
 class Gpu(NamedTuple):
-    """The properties of a GPU that XLA needs; by NVIDIA's data sheets and tuning guides.
+    """The properties of a GPU that XLA needs, from NVIDIA's data sheets and tuning guides.
 
     Attributes:
         name: the name that the driver reports.
-        capability: the major number of its compute capability; the minor number is 0.
-        cores: streaming multiprocessors, each with `lanes` float32 units.
-        shared_bytes: shared memory of each multiprocessor.
-        block_bytes: the most shared memory that one block may take.
-        cache_bytes: size of the second-level cache.
-        memory_bytes: memory of the device.
-        bandwidth: bytes a second of that memory.
-        ghz: highest clock rate.
+        capability: the major number of the compute capability; the minor number is 0.
+        cores: the number of streaming multiprocessors.
+        lanes: the number of float32 units of each multiprocessor.
+        shared_bytes: bytes of shared memory of each multiprocessor.
+        block_bytes: the most bytes of shared memory that one thread block may take.
+        cache_bytes: bytes of the second-level cache.
+        memory_bytes: bytes of the device's memory.
+        bandwidth: bytes a second of the device's memory.
+        ghz: highest clock rate, in GHz.
     """
 
     name: str
@@ -58,15 +59,15 @@ GPUS: Final = {
 }  # fmt: skip
 _GPUS: Final = re.compile(r"([a-z]\d+)(?::[1-9]\d{0,3})?")
 
-# libtpu's name of a slice: the chip, and the number of chips along each axis.
+# libtpu's name of a slice: the generation of chip, and the number of chips along each axis.
 _NAME = re.compile(r"v\d+[a-z]*:\d+(x\d+)*")
 
 
 def tpu_devices(topology: str) -> list[Any]:
-    """Returns the devices of a TPU slice.
+    """Returns the devices of a TPU slice, for compiling only.
 
     Args:
-        topology: its chip and shape as libtpu names them: `v5e:2x4`, `v5p:4x4x4`, `v6e:8x8`.
+        topology: chip and shape of the slice as libtpu names them: `v5e:2x4`, `v5p:4x4x4`.
 
     Raises:
         ConfigError: libtpu is not installed, or has no such slice.
@@ -88,10 +89,10 @@ def tpu_devices(topology: str) -> list[Any]:
 
 
 def gpu_devices(topology: str) -> list[Any]:
-    """Returns the devices of one machine with GPUs.
+    """Returns the devices of one machine with GPUs, for compiling only.
 
     Args:
-        topology: one of `GPUS`, and how many: `h100:8`; without a number, one.
+        topology: a key of `GPUS`, and the number of GPUs: `h100:8`; `h100` is one GPU.
 
     Raises:
         ConfigError: JAX's CUDA plugin is not installed, or `GPUS` has no such GPU.
@@ -113,7 +114,7 @@ def gpu_devices(topology: str) -> list[Any]:
 
 
 def gpu_named(topology: str) -> Gpu:
-    """Returns the GPU that a name like `h100:8` names.
+    """Returns the properties of the GPU in a topology such as `h100:8`.
 
     Raises:
         ConfigError: `GPUS` has no such GPU.
@@ -128,7 +129,7 @@ def gpu_named(topology: str) -> Gpu:
 
 
 def _described(gpu: Gpu) -> str:
-    """Returns a GPU as XLA's `GpuTargetConfigProto`, in the text format of Protocol Buffers."""
+    """Returns a GPU's properties as XLA's `GpuTargetConfigProto`, in protobuf's text format."""
     return f"""
         gpu_device_info {{
           threads_per_block_limit: 1024

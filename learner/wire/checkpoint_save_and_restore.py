@@ -1,8 +1,9 @@
 """Saves, uploads, finds and restores checkpoints of a learner's inner optimizer.
 
-Saving costs the training thread a copy on the device. A worker thread does the rest, and meanwhile
-no other checkpoint is begun. A checkpoint is searched from near to far: on this machine's disk,
-among this learner's uploads, and, for a warm start, among other learners' uploads.
+The training thread only copies the state on the device. Another thread does the rest, and no
+further checkpoint is due meanwhile. A learner that starts searches for a checkpoint on this
+machine's disk, then among its own uploads in the object store, and for a warm start among other
+learners' uploads.
 """
 
 import time
@@ -32,14 +33,21 @@ Read = Callable[[], tuple[Facts, Any]]
 
 
 class PatientFetch(Protocol):
-    """Calls a function that reads the store, and repeats the call on a transient fault."""
+    """Calls a function that reads the store, and repeats the call after a transient fault."""
 
     def __call__(self, what: str, function: Callable[[], T]) -> T:
-        """Calls `function` and returns its result; the log names `what`."""
+        """Calls `function`, and returns its result; `what` names the call in the log."""
 
 
 class TrainingProgress(NamedTuple):
-    """A learner's progress: `position` in batches of its data, `global_step` of the run."""
+    """A learner's counters, as checkpoints have them.
+
+    Attributes:
+        local_step: the learner's inner steps.
+        tokens: the tokens that it has trained.
+        position: its position in its data, in batches.
+        global_step: the run's clock.
+    """
 
     local_step: int
     tokens: int
@@ -48,7 +56,7 @@ class TrainingProgress(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """The inner optimizer's state, and the values at which this learner's counters resume."""
+    """The state in a checkpoint, and the steps and tokens at which the counters resume."""
 
     state: Any
     local_step: int
@@ -58,7 +66,14 @@ class Restored(NamedTuple):
 def open_folder(
     context: Context, section: LearnerSection, host: int = 0, hosts: int = 1
 ) -> CheckpointFolder | None:
-    """Returns this learner's folder of checkpoints, or None if it keeps none; one for each host."""
+    """Returns this host's folder of checkpoints; None if the learner keeps none.
+
+    Args:
+        context: the learner's context.
+        section: the learner's section, which says where and how many to keep.
+        host: the number of this host.
+        hosts: the number of the learner's hosts; each has a folder of its own.
+    """
     if section.checkpoint_dir is None:
         return None
     path = Path(section.checkpoint_dir) / context.run / context.learner
@@ -71,14 +86,15 @@ def open_folder(
 
 
 class Saver:
-    """Makes the checkpoints of one life of a learner.
+    """Makes a learner's checkpoints, on a thread of its own.
 
     Args:
         context: the learner's context.
-        section: how often to make a checkpoint, and whether to upload it.
-        folder: where the checkpoints are kept.
-        incarnation: the life.
-        part: this host's part, if the learner has several hosts: each saves its devices' arrays.
+        section: says how often to make a checkpoint, and whether to upload it.
+        folder: the folder on this machine's disk.
+        incarnation: the sequence of the learner's join in the stream.
+        part: the name of this host's part of each checkpoint, if the learner has several hosts;
+            each host saves the arrays on its devices. "": the learner has one host.
     """
 
     def __init__(
@@ -99,13 +115,20 @@ class Saver:
         self._made_s = time.monotonic()
 
     def due(self) -> bool:
-        """True if it is time for a checkpoint, and none is being made."""
+        """True if the last checkpoint is old enough for the next, and none is being made."""
         waited_s = time.monotonic() - self._made_s
         idle = self._running is None or self._running.done()
         return waited_s >= self._section.checkpoint_interval_s and idle
 
     def save(self, state: Any, progress: TrainingProgress) -> None:
-        """Begins to make a checkpoint, after the one that is being made."""
+        """Copies the state on the devices, and returns; the thread then makes the checkpoint.
+
+        A failure is logged, and ends nothing.
+
+        Args:
+            state: the contents of the checkpoint, a tree of arrays.
+            progress: the learner's counters.
+        """
         self._made_s = time.monotonic()
         copies = checkpoints.copied(state)
         if self._part:
@@ -114,7 +137,7 @@ class Saver:
         self._running = self._worker.submit(self._make, copies, progress, stall_s)
 
     def close(self) -> None:
-        """Waits for the checkpoint that is being made."""
+        """Waits for the checkpoint that is being made, if there is one, and ends the thread."""
         self._worker.shutdown()
 
     def _make(self, copies: Any, progress: TrainingProgress, stall_s: float) -> None:
@@ -151,9 +174,10 @@ class Saver:
             context.health.troubles["checkpoint"] = f"checkpoints fail: {error}"
 
     def _upload(self, checkpoint: HostCheckpoint) -> None:
-        """Puts a checkpoint into the store, and deletes this learner's older ones beyond a few.
+        """Uploads a checkpoint, and deletes all but the newest of this learner's uploads.
 
-        Checkpoints with more steps are deleted too: this life did not resume from them.
+        Uploads with more steps are deleted too: an earlier process made them, and this one did not
+        resume from them.
         """
         context, local_step = self._context, checkpoint.facts.local_step
         data = checkpoints.pack(checkpoint)
@@ -175,14 +199,19 @@ class Saver:
                 context.store.delete(one.name)
 
 
-# --- Looking
+# --- Searching
 
 # Incarnation and local step, which the hosts' parts of one checkpoint have in common.
 CheckpointId = tuple[int, int]
 
 
 class ReadablePart(NamedTuple):
-    """A host's part of a checkpoint, read and checked; `restore` brings it to the devices."""
+    """A host's part of a checkpoint, which is read and checked.
+
+    Attributes:
+        where: "folder" or "store".
+        restore: puts the state on the devices; all hosts of the learner must call it.
+    """
 
     where: str
     restore: Callable[[], Restored]
@@ -197,21 +226,24 @@ def readable_parts(
     fetch: PatientFetch,
     part: str,
 ) -> dict[CheckpointId, ReadablePart]:
-    """Returns this host's parts of a learner's checkpoints, read and checked.
+    """Returns the checkpoints of which this host can read its part, in a learner of several hosts.
 
-    Each host of the learner has its part on its own disk, and in the store if checkpoints are
-    uploaded, for a machine that returns with an empty disk; a learner resumes from a checkpoint of
-    which all hosts have their parts. The store is not read for checkpoints that the disk has. A
-    learner that returns on a slice of another shape has none: its inner optimizer begins fresh.
+    A learner resumes from a checkpoint of which every host has its part. Each host has its parts on
+    its own disk, and in the store if checkpoints are uploaded, for a machine whose disk is empty
+    after a restart. The store is not read for checkpoints that are on the disk. If the mesh or the
+    slice has changed, no part fits, and the inner optimizer begins fresh.
 
     Args:
         context: the learner's context.
         section: the learner's section of the configuration.
-        folder: this host's folder.
-        like: shapes of the whole state.
+        folder: this host's folder; None: the learner keeps no checkpoints.
+        like: shapes of the whole state, a tree.
         shardings: shardings of the state's leaves.
         fetch: reads the store, and retries transient faults.
-        part: this host's part, as in names of objects.
+        part: the name of this host's part.
+
+    Returns:
+        The parts, by (incarnation, local step) of their checkpoint.
     """
     if folder is None:
         return {}
@@ -247,13 +279,17 @@ def restore(
     like: Any,
     fetch: PatientFetch,
 ) -> Restored | None:
-    """Returns the newest healthy checkpoint, from the nearest place that has one; None if none has.
+    """Returns the newest readable checkpoint of a learner of one host; None if there is none.
+
+    Searches this machine's disk, then this learner's uploads, then with `learner.warm_start` other
+    learners' uploads. Of another learner's checkpoint only the state is used: steps and tokens are
+    0.
 
     Args:
         context: the learner's context.
-        section: the learner's section: where to search.
-        folder: the learner's checkpoints on disk, if it keeps any.
-        like: shapes of the optimizer's state.
+        section: the learner's section of the configuration.
+        folder: the folder on this machine's disk; None: the learner keeps no checkpoints.
+        like: shapes of the state, a tree.
         fetch: reads the store, and retries transient faults.
     """
     search = _Search(context, section, folder, like, fetch, checkpoints.rebuild)
@@ -274,7 +310,10 @@ def restore(
 def _healthy(
     context: Context, candidates: Iterator[_Candidate]
 ) -> Iterator[tuple[_Candidate, Facts, Any]]:
-    """Yields the candidates that can be read, each read when it is requested."""
+    """Yields (candidate, facts, state) for candidates that can be read; logs and skips others.
+
+    A candidate is read only when the iterator comes to it.
+    """
     for candidate in candidates:
         try:
             facts, state = candidate.read()
@@ -285,7 +324,12 @@ def _healthy(
 
 
 class _Search(NamedTuple):
-    """A search for a checkpoint, from near to far; `build` makes a state from a checkpoint."""
+    """A search for checkpoints on the disk and in the store.
+
+    Attributes:
+        build: (shapes, checkpoint) -> the state, or one host's part of the state.
+        part: the name of this host's part; "": the learner has one host.
+    """
 
     context: Context
     section: LearnerSection
@@ -309,7 +353,7 @@ class _Search(NamedTuple):
             yield _Candidate("folder", str(number), partial(self._read_folder, number))
 
     def uploaded(self, besides: Callable[[], Container[int]]) -> Iterator[_Candidate]:
-        """Yields this host's parts in the store, except those of step numbers in `besides()`."""
+        """Yields this host's uploads; leaves out those whose local step is in `besides()`."""
         if self.section.checkpoint_upload:
             yield from self._in_store("store", self.context.learner, besides)
 

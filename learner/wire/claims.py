@@ -1,11 +1,15 @@
-"""A learner's shares of the data: claimed on the tape, one ahead of the share that is read.
+"""Claims a learner's shares of the data on the tape, one share ahead of the share that is read.
+
+Each epoch of the data is divided into shares. A *holding* is a share, or the rest of one, that a
+learner has claimed, with the learner's data position at which it begins
+(`common/storage/data_share_allocation.py`).
 
 Rules:
-- The data's reader asks for the holding at a position. The next share is claimed as soon as that
-  holding is begun, so that the reader waits for it only if the bus is unreachable for longer than
-  a share lasts; such waiting counts as waiting for data.
-- A claim counts by its position on the tape (`common/storage/data_share_allocation.py`), so its
-  effect is known only once the claim is read back in order.
+- The data's reader asks for the holding at a position. The next share is claimed as soon as the
+  reader has begun a holding. So the reader waits for a share only if NATS is unreachable for longer
+  than a share lasts; such waiting counts as waiting for data.
+- Of two claims of a share, the one with the lower sequence in the stream counts. So the effect of a
+  claim is known only after the claims before it are read.
 """
 
 import asyncio
@@ -37,18 +41,24 @@ from diloco.learner.background import Background, Context
 from diloco.learner.wire.incarnation import Joined, last_at_leader
 from diloco.learner.wire.resume_position import ResumePosition
 
-# Seconds after which a waiting reader checks again whether the loop is to end.
+# A reader that waits for a share checks after so many seconds whether the loop is to end.
 LOOK_S = 0.1
 What = Literal["begin", "claim", "end"]
 
 
 class GrantedShares:
-    """The holdings that were granted so far, for the thread that reads data.
+    """The shares that this learner has claimed so far; the thread that reads data waits here.
+
+    It is a `Holder` of the task's data. On host 0 the subclass `Claims` adds the shares; on other
+    hosts the messages of host 0 do.
 
     Args:
         context: the learner's context.
-        check: raises the error that ends this life, if there is one.
-        ends: returns whether the loop is to end.
+        check: raises the error that ends this learner, if there is one.
+        ends: returns whether the training loop is to end.
+
+    Attributes:
+        epoch: the number of the run's tape, 0 for the first.
     """
 
     def __init__(
@@ -62,13 +72,13 @@ class GrantedShares:
         self._changed = threading.Condition()
 
     def divide(self, sizes: Sizes) -> None:
-        """Sets the sizes of the shares that divide epochs, and begins to claim shares."""
+        """Does nothing, since only host 0 claims shares; `Claims.divide` begins to claim."""
 
     def at(self, position: int) -> Holding | None:
-        """Waits for the holding that has the batch at `position`; None if the loop is to end.
+        """Waits for the holding with batch number `position`; None if the loop is to end.
 
         Raises:
-            DilocoError: this life ends while it waits.
+            DilocoError: an error has ended this learner meanwhile.
         """
         with self._changed:
             while (found := self._find(position)) is None:
@@ -81,7 +91,7 @@ class GrantedShares:
             return found
 
     def grant(self, holding: Holding, end: int) -> None:
-        """Adds a granted holding, which ends before position `end`; callable from any thread."""
+        """Adds a holding, whose batches end before position `end`; callable from any thread."""
         with self._changed:
             self._granted.append((holding, end))
             self._changed.notify_all()
@@ -92,16 +102,15 @@ class GrantedShares:
 
 
 class Claims(GrantedShares):
-    """The shares of a learner, which host 0 claims on the tape.
+    """The shares of a learner, on host 0, which claims them on the tape.
 
     Args:
         context: the learner's context.
-        ends: returns whether the loop is to end.
-        life: the life that claims.
-        place: the position where the learner's data resumes.
-        background: has the event loop.
-        told: is called with each holding (a share, from the position where this life reads it),
-            and with the position where it ends.
+        ends: returns whether the training loop is to end.
+        life: the learner's join, whose incarnation the claims carry.
+        place: the position at which the learner's data resumes.
+        background: runs the coroutines that read and publish claims.
+        told: is called with each holding that this learner has, and the position where it ends.
     """
 
     def __init__(
@@ -122,15 +131,18 @@ class Claims(GrantedShares):
         self._told = told
         self._holdings = Holdings(declared_sizes(context.settings))
         self._sizes: Sizes | None = None
-        # The sequence of the newest claim that was read.
+        # The sequence of the last claim that was read, of any learner.
         self._seq = 0
         self._moved = asyncio.Event()
 
     def divide(self, sizes: Sizes) -> None:
-        """Begins to claim shares of epochs that are divided into `sizes`.
+        """Begins to claim shares.
+
+        Args:
+            sizes: the number of shares in an epoch, and of batches in a share.
 
         Raises:
-            DilocoError: the data is divided already.
+            DilocoError: this method was called before.
         """
         if self._sizes is not None:
             raise DilocoError(
@@ -141,7 +153,13 @@ class Claims(GrantedShares):
         self._background.spawn(first_of(self._follow(), self._hold(sizes)))
 
     def at(self, position: int) -> Holding | None:
-        """Works as `GrantedShares.at`, and begins to claim the share after the returned one."""
+        """Waits for the holding with batch number `position`; None if the loop is to end.
+
+        Also begins to claim the share that is read after the returned holding.
+
+        Raises:
+            DilocoError: an error has ended this learner meanwhile.
+        """
         found = super().at(position)
         if found is not None and self._sizes is not None:
             self._position = end_of(self._sizes, found)
@@ -149,7 +167,13 @@ class Claims(GrantedShares):
         return found
 
     async def end(self, position: int) -> None:
-        """Frees this learner's shares of the data from batch `position` on, if it has any."""
+        """Publishes that this learner reads no more, so that others can claim the rest.
+
+        Does nothing if the learner claims no shares.
+
+        Args:
+            position: the learner's data position; batches from that one on become free.
+        """
         if self._sizes is not None:
             await self._say(self._sizes, "end", position)
 
@@ -168,7 +192,7 @@ class Claims(GrantedShares):
             self._moved.set()
 
     async def _hold(self, sizes: Sizes) -> None:
-        """Claims the share at the position that is read, and the next one; never returns."""
+        """Claims shares, so that one share is held ahead of the reader's; never returns."""
         learner, granted = self._context.learner, 0
         self._check_tape(await self._say(sizes, "begin", self._position))
         self._check(sizes)
@@ -190,14 +214,14 @@ class Claims(GrantedShares):
                 await self._moved.wait()
 
     def _check_tape(self, seq: int) -> None:
-        """Refuses a tape without this life's join: no claim of such a life ever counts.
+        """Checks that this learner's join is on the tape; without it no claim counts.
 
         Args:
-            seq: the sequence of this life's first claim.
+            seq: the sequence of this learner's first claim.
 
         Raises:
-            NewTapeError: the run was resumed on another tape.
-            BusError: the server lost the join, with other messages.
+            NewTapeError: the run was resumed on another tape since the join.
+            BusError: the server has lost the join and other messages.
         """
         context, joined_seq = self._context, self._life.incarnation
         if not same_tape(joined_seq, seq):
@@ -209,10 +233,10 @@ class Claims(GrantedShares):
             raise stream_went_back(context.tape, joined_seq + 1, seq)
 
     def _check(self, sizes: Sizes) -> None:
-        """Refuses sizes other than the run's.
+        """Checks that this learner divides an epoch as the run does.
 
         Raises:
-            RunMismatchError: the operator, or the tape's first claim, divides an epoch otherwise.
+            RunMismatchError: the run's settings, or the tape's first claim, have other sizes.
         """
         theirs = self._holdings.sizes
         if theirs is not None and theirs != sizes:
@@ -223,11 +247,11 @@ class Claims(GrantedShares):
             )
 
     async def _publish(self, subject: str, payload: bytes, msg_id: str) -> int:
-        """Publishes a claim, once; returns its sequence.
+        """Publishes a claim under the message id `msg_id`; returns the claim's sequence.
 
         Raises:
-            AccessDeniedError: the learner's credentials are of a release without claims.
-            RunMismatchError: a release without claims created the run.
+            AccessDeniedError: the learner's credentials were made by a release without claims.
+            RunMismatchError: the run was created by a release without claims.
         """
         bus, context = self._context.bus, self._context
         try:
@@ -256,7 +280,16 @@ class Claims(GrantedShares):
     async def _say(
         self, sizes: Sizes, what: What, position: int, share: int = 0, first: int = 0
     ) -> int:
-        """Publishes a claim, waits until it is read back, and returns its sequence."""
+        """Publishes a claim, waits until `_follow` has read it, and returns its sequence.
+
+        Args:
+            sizes: the number of shares in an epoch, and of batches in a share.
+            what: "begin": this learner begins to claim; "claim": it claims a share; "end": it reads
+                no more.
+            position: the learner's data position.
+            share: the number of the claimed share.
+            first: the first batch that the learner reads of that share.
+        """
         context, life = self._context, self._life
         word = wire.Claim(
             run=context.run,
