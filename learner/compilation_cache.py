@@ -1,8 +1,8 @@
-"""JAX's persistent cache of compiled programs: the user's, for all runs and processes.
+"""JAX's persistent cache of compiled programs: one folder of the user, for all runs and processes.
 
-Equal learners have equal programs: one compiles them, the others wait for it and load them. Keys
-are made of the programs and XLA's options, without the folder's path; otherwise each folder would
-need its own programs (`jax_persistent_cache_enable_xla_caches`).
+Learners with equal tasks and meshes have equal programs: one process compiles the programs, the
+others wait and load them. JAX's keys depend on the programs and XLA's options, but not on the
+folder's path, since `jax_persistent_cache_enable_xla_caches` is "none".
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from diloco.common.process import cores, log
 from diloco.common.process.config import cache_home
 from diloco.common.process.file_lock import file_lock
 
-# Limit of all programs together; the least recently used are deleted.
+# The most bytes of all cached programs together; the least recently used programs are deleted.
 MOST_BYTES: Final = 1 << 30
-# Seconds to wait for another process that compiles the same: it may be suspended.
+# The most seconds to wait for another process that compiles the same programs: it may be suspended.
 PATIENCE_S: Final = 120.0
 _READING: Final = "Error reading persistent compilation cache entry"
 _WRITING: Final = "Error writing persistent compilation cache entry"
@@ -36,8 +36,8 @@ class CompiledPrograms:
     """The folder of cached programs.
 
     Attributes:
-        folder: None if no programs are cached.
-        logger: reports once that a program cannot be cached or read.
+        folder: the folder; None: this object handles no folder.
+        logger: logs a warning if a program cannot be cached or read.
     """
 
     folder: Path | None
@@ -45,12 +45,14 @@ class CompiledPrograms:
 
     @contextlib.contextmanager
     def compiling(self, what: str | None) -> Iterator[None]:
-        """Compiles within the block, one process at a time among those with equal programs.
+        """A block that compiles programs; processes with equal `what` run their blocks in turn.
 
-        A program that cannot be read from the folder is compiled and cached again.
+        If a cached program cannot be read, JAX compiles it anew, and its file is deleted so that
+        the next process can cache it.
 
         Args:
-            what: equal for processes that have equal programs; None: do not wait for others.
+            what: a key that is equal for processes with equal programs; None: the block does not
+                wait for other processes.
         """
         with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
             warnings.filterwarnings("always", f"{_READING}|{_WRITING}")
@@ -70,7 +72,7 @@ class CompiledPrograms:
             self.logger.warning("cache_unusable", error=troubles[0], advice=ADVICE)
 
     def _drop(self, damaged: Iterable[str]) -> None:
-        """Deletes programs that cannot be read, since JAX does not replace an existing file."""
+        """Deletes the files of damaged programs by name, since JAX replaces no existing file."""
         if self.folder is None:
             return
         for name in damaged:
@@ -79,11 +81,12 @@ class CompiledPrograms:
 
 
 def keep_programs(given: str | None, logger: log.Logger) -> CompiledPrograms:
-    """Has JAX keep compiled programs on disk; call it before anything is compiled.
+    """Configures JAX to cache compiled programs on disk; call it before anything is compiled.
 
     Args:
-        given: a folder; None: the folder of JAX's own settings, or the user's cache.
-        logger: reports a folder that cannot be used.
+        given: a folder; None: the folder of JAX's own settings if there is one, otherwise
+            `diloco` in the user's cache folder.
+        logger: logs a warning if the folder cannot be used; then nothing is cached.
     """
     if given is None and getattr(jax.config, "jax_compilation_cache_dir", None):
         return CompiledPrograms(None, logger)
@@ -103,7 +106,10 @@ def keep_programs(given: str | None, logger: log.Logger) -> CompiledPrograms:
 
 
 def _machine() -> str:
-    """Returns a digest of the CPU's instruction sets, which JAX's keys omit, and its cores."""
+    """Returns a digest of the CPU's model and instruction sets, and the number of cores.
+
+    Programs depend on these, but JAX's keys do not.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -115,7 +121,7 @@ def _machine() -> str:
 
 
 def _bound(root: Path) -> None:
-    """Deletes programs beyond `MOST_BYTES`, the least recently used first."""
+    """Deletes the least recently used programs until at most `MOST_BYTES` remain."""
     found = []
     for path in root.glob("*/*-cache"):
         with contextlib.suppress(FileNotFoundError):  # another process may delete it too

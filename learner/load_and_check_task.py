@@ -1,4 +1,4 @@
-"""Loads a task and checks it against its contract (`task.py`), before anything is allocated."""
+"""Loads a user's task, and checks it against the contract of `task.py`; allocates no parameters."""
 
 import importlib
 import inspect
@@ -34,23 +34,23 @@ from diloco.learner.task import (
 )
 from diloco.learner.tensors.tree import named_leaves
 
-# The largest number of metrics, and the pattern of their names.
+# The largest number of metrics that `Task.loss` may return, and the pattern of their names.
 MOST_METRICS = 32
 _METRIC = re.compile("[a-zA-Z][a-zA-Z0-9_]{0,39}")
 
 
 def load_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> Task:
-    """Imports a task, builds it and checks it against the contract.
+    """Imports a user's function, calls it to build a task, and checks the task; draws two batches.
 
     Args:
         build: "package.module:function"; modules of the current directory can be imported.
         steps: length of the run in global steps.
-        seed: the run's seed; the task derives all its randomness from it.
+        seed: the run's seed, from which the task is to derive all randomness.
         options: further keyword arguments of the function.
 
     Raises:
-        TaskError: the function cannot be found or called with these arguments, or its task breaks
-            a rule. Exceptions of the user's module or function pass through unchanged.
+        TaskError: the function cannot be found or called with these arguments, or the task breaks
+            a rule of the contract. Exceptions of the user's module or function pass unchanged.
     """
     task = build_task(build, steps=steps, seed=seed, options=options)
     check_task(task, steps=steps)
@@ -58,7 +58,11 @@ def load_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> 
 
 
 def build_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> Task:
-    """Imports and builds a task, but draws no batch; arguments and errors as in `load_task`."""
+    """Imports and builds a task as `load_task` does, but checks no rule of the contract.
+
+    Raises:
+        TaskError: the function cannot be found, called with these arguments, or returns no `Task`.
+    """
     function = function_of(build)
     arguments = _bind(build, function, {"steps": steps, "seed": seed}, options)
     task = function(**arguments)
@@ -71,15 +75,20 @@ def build_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) ->
 
 
 def run_task(settings: RunSettings, options: Mapping[str, Any] | None = None) -> Task:
-    """Returns the task of a run, with other `options` for one learner; errors as `load_task`."""
+    """Loads and checks the task that a run's settings name, as `load_task` does.
+
+    Args:
+        settings: the run's settings.
+        options: options that replace those of the settings, such as a learner's own.
+    """
     return load_task(**_named(settings, options))
 
 
 def model_of(settings: RunSettings) -> Task:
-    """Returns the task of a run for callers that do not train: no batch is drawn.
+    """Loads the task that a run's settings name, for callers that do not train; draws no batch.
 
     Raises:
-        TaskError: as `load_task`, except for rules that only training needs.
+        TaskError: the task cannot be loaded, or breaks a rule for `init` or `hint`.
     """
     task = build_task(**_named(settings, None))
     _check_hints(task, _check_init(task))
@@ -106,7 +115,10 @@ def check_task(task: Task, *, steps: int) -> None:
 
 
 def refusals(task: Task, *, steps: int) -> Iterator[TaskError]:
-    """Yields an error for each rule that a task breaks; some breaks prevent further checks."""
+    """Yields an error for each rule that a task breaks; draws two batches.
+
+    If `init` or `batches` break a rule, rules that need their results are not checked.
+    """
     found: dict[str, Any] = {}
 
     def tried(name: str, check: Callable[[], Any]) -> Iterator[TaskError]:
@@ -127,10 +139,10 @@ def refusals(task: Task, *, steps: int) -> Iterator[TaskError]:
 
 
 def function_of(build: str) -> Callable[..., Any]:
-    """Returns the function that `build` names.
+    """Imports and returns the function that `build`, "package.module:function", names.
 
     Raises:
-        TaskError: it cannot be found.
+        TaskError: the module or the function cannot be found, or `build` is empty.
     """
     if not build:
         raise TaskError(
@@ -278,7 +290,7 @@ def _draw(batches: Any) -> Batch:
 
 
 def batches_ended(before: str) -> TaskError:
-    """Returns the error for a task whose batches end before the run does; `before` says when."""
+    """Returns the error for a task whose batches end; `before` names the batch that is missing."""
     return TaskError(
         f"Task.batches(name, position) ended before {before}; it must last as long as the run",
         hint="begin the data's next epoch where one ends: number n stands in epoch "
@@ -295,7 +307,11 @@ def _equal(one: Batch, other: Batch) -> bool:
 
 
 def _check_parts(task: Task, batch: Batch) -> None:
-    """Checks that a batch's rows can be divided for gradient accumulation."""
+    """Checks that `Task.accumulate` divides the rows of a batch.
+
+    Raises:
+        TaskError: it does not.
+    """
     for leaf in jax.tree.leaves(batch):
         if np.ndim(leaf) and np.shape(leaf)[0] % task.accumulate:
             raise TaskError(

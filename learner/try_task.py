@@ -1,4 +1,4 @@
-"""Tries a task on the CPU and reports all errors and doubtful points at once."""
+"""Tries a task on the CPU: checks the task, takes a few steps, and reports all errors at once."""
 
 import itertools
 import math
@@ -23,19 +23,20 @@ from diloco.learner.tensors.inner_step import StepOutcome, make_inner_step
 from diloco.learner.tensors.mesh import abstract_mesh, param_shardings, rows_of_batch
 from diloco.learner.train import SignCheck
 
-# A step that spends more than this share of its time waiting for its batch is slow by its data.
+# A warning is given if a step spends more than this share of its time waiting for its batch.
 SLOW_DATA = 0.1
 
 
 @dataclass
 class Trial:
-    """The findings of a trial.
+    """The findings of a trial of a task.
 
     Attributes:
-        refused: errors for which a learner would end.
+        refused: errors that would end a learner.
         warned: warnings, as sentences.
-        facts: name and value, in order.
-        untried: the sentence that says why no step was taken; empty: steps were taken.
+        facts: (name, value) of measured figures, in order.
+        untried: a sentence that says why no step was taken; empty: steps were taken, or an error
+            prevented them.
     """
 
     refused: list[DilocoError] = field(default_factory=list)
@@ -44,7 +45,7 @@ class Trial:
     untried: str = ""
 
     def refuse(self, error: Exception | SystemExit) -> None:
-        """Notes an error that would end a learner; the task's own exceptions become `TaskError`."""
+        """Adds an error that would end a learner; exceptions of the task become a `TaskError`."""
         if isinstance(error, SystemExit):
             error = TaskError(f"the task ends its process: SystemExit({error.code!r})")
         elif not isinstance(error, DilocoError):
@@ -53,9 +54,14 @@ class Trial:
 
 
 def tried(config: Config, learner: str, steps: int) -> Trial:
-    """Builds a run's task, checks it against its contract and its mesh, and takes a few steps.
+    """Builds a run's task, checks it by its contract and the learner's mesh, and takes some steps.
 
     No step is taken, and nothing allocated, if this machine has too little memory for a step.
+
+    Args:
+        config: the learner's configuration.
+        learner: the learner's name.
+        steps: the number of inner steps to take, at least 2.
     """
     trial, settings = Trial(), config.settings()
     hardware = config.learner.island(learner)
@@ -94,10 +100,11 @@ def tried(config: Config, learner: str, steps: int) -> Trial:
 
 
 def _check_mesh(task: Task, layout: Layout, section: MeshSection, learner: str) -> None:
-    """Checks a mesh by shapes, on as many devices as its sizes say.
+    """Checks by shapes alone that a mesh fits the model's tensors and the batch.
 
     Raises:
-        ConfigError: it does not fit the model's tensors, its experts or the batch.
+        ConfigError: the mesh does not fit.
+        TaskError: `Task.partition` returns something other than a PartitionSpec that fits a tensor.
     """
     mesh = abstract_mesh(section)
     param_shardings(task, layout, task.shapes, mesh)
@@ -105,12 +112,13 @@ def _check_mesh(task: Task, layout: Layout, section: MeshSection, learner: str) 
 
 
 def _open_first_parameters(trial: Trial, task: Task) -> None:
-    """Opens the files of version 0 as `diloco run create` would, without reading any values.
+    """Opens the files with the parameters of version 0, as `diloco run create` would.
 
-    A folder without tensors is no error: learners need none of them.
+    No values are read. If the task cannot name the folder, a warning is added, since learners do
+    not need these files.
 
     Raises:
-        ConfigError: a file is damaged, or a tensor is missing, twice or of another shape.
+        ConfigError: a file is damaged; or a tensor is missing, found twice or of another shape.
     """
     try:
         folder = None if task.files is None else task.files.first
@@ -123,14 +131,14 @@ def _open_first_parameters(trial: Trial, task: Task) -> None:
 
 
 def _step_bytes(task: Task) -> int:
-    """Returns the least bytes of a step: parameters, gradients, and the optimizer's state."""
+    """Returns the bytes that a step needs at least: parameters, gradients, optimizer's state."""
     trained = tree.division_of(task, task.shapes).trained_of(task.shapes)
     state = jax.eval_shape(task.optimizer.init, trained)
     return device_bytes((task.shapes, trained, state))
 
 
 def _free_bytes() -> int:
-    """Returns the bytes of memory that programs of this machine can still have."""
+    """Returns the bytes of memory that are available on this machine; if unknown, of all memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux: all memory, used or not
@@ -153,7 +161,7 @@ def _describe(trial: Trial, task: Task, layout: Layout) -> None:
 
 
 def _train(trial: Trial, task: Task, learner: str, seed: int, steps: int) -> None:
-    """Takes a few steps, and evaluates on held-out data."""
+    """Takes a few steps, evaluates on held-out data, and adds all findings to `trial`."""
     try:
         outcomes = list(_steps(trial, task, _first_parameters(task, seed), learner, steps))
         _judge(trial, task, outcomes)
@@ -174,7 +182,7 @@ def _train(trial: Trial, task: Task, learner: str, seed: int, steps: int) -> Non
 
 
 def _first_parameters(task: Task, seed: int) -> Params:
-    """Returns the result of `Task.init`, with the frozen leaves that a learner would load."""
+    """Returns the result of `Task.init`, with the frozen leaves of `Task.load_frozen`."""
     params = jax.jit(task.init)(jax.random.key(seed))
     loaded = {name: np.asarray(leaf) for name, leaf in tree.loaded_frozen(task).items()}
     return tree.from_names(params, tree.by_name(params) | jax.device_put(loaded))
@@ -238,7 +246,7 @@ def _judge(trial: Trial, task: Task, outcomes: list[StepOutcome]) -> None:
 
 
 def _compare_learners(trial: Trial, task: Task, learner: str) -> None:
-    """Warns if learners of different names draw the same batch, unless they claim shares."""
+    """Adds a warning if learners of two names draw the same batch; not if they claim shares."""
     if task.shared is not None:
         return
     one, other = (next(task.batches(name, 0)) for name in (learner, f"{learner}-2"))

@@ -1,4 +1,4 @@
-"""PyTorch: a module trains in a custom loop, and takes part in a run.
+"""PyTorch: a custom training loop of a module takes part in a run.
 
     with diloco.torch.join("run.toml", learner="a", module=model, table=TABLE) as island:
         island.restore(optimizer)
@@ -6,7 +6,7 @@
             loss = train_step(batch_at(island.position))
             island.step(loss=loss, save=optimizer)
 
-JAX stays on the CPU of this process, and synchronizes the values of the module's tensors.
+JAX uses only the CPU in this process. It synchronizes copies of the module's parameters.
 """
 
 import contextlib
@@ -38,13 +38,18 @@ class TorchLearner(TensorLearner):
     """A PyTorch loop's membership in a run, made by `join`.
 
     Attributes:
-        check: raises a ParametersError if the module's parameters are not those that joined.
+        check: raises a ParametersError if the module has other parameter tensors than when it
+            joined, or they are sharded differently.
     """
 
     check: Callable[[], None] = staticmethod(lambda: None)
 
     def restore(self, state: torch.optim.Optimizer) -> None:
-        """Loads the optimizer's state from the last checkpoint, if there is one."""
+        """Loads this learner's last checkpoint, if there is one, into the optimizer `state`.
+
+        Raises:
+            DilocoError: training has begun already.
+        """
         with begun(state) as (like, take):
             found = super().restore(like)
             if found is not like:
@@ -57,12 +62,20 @@ class TorchLearner(TensorLearner):
         metrics: Mapping[str, Any] | None = None,
         save: torch.optim.Optimizer | None = None,
     ) -> None:
-        """Takes a step boundary; as `diloco.models.frameworks.loop.TensorLearner`.
+        """Takes a step boundary: adopts versions that have arrived, sends updates that are due.
+
+        To be called after each step of the optimizer. The module's parameters may be changed.
 
         Args:
-            loss: loss of the step, a tensor that may still be computing: it is read a step later.
+            loss: loss of the step, a number or a tensor of one element. A tensor may still be
+                computing: it is read a step later.
             metrics: further scalars of that step by name.
-            save: the optimizer, of whose state checkpoints are made.
+            save: the optimizer, whose state is saved when a checkpoint is due.
+
+        Raises:
+            DivergedError: the loss is infinite or not a number.
+            ParametersError: the module has other parameters than when it joined.
+            DilocoError: an error that ends this learner; or the loop continued after `done`.
         """
         self.check()
         loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
@@ -80,20 +93,29 @@ def join(
     tokens_per_step: int | None = None,
     replicated: bool = False,
 ) -> Iterator[TorchLearner]:
-    """Joins a run with a module's parameters; as `diloco.join`.
+    """Joins a run with a module's parameters, for as long as the block lasts, as `diloco.join`.
 
-    Within the block, the worker processes of a DataLoader are spawned: forked ones would inherit
-    locks that JAX's threads hold.
+    Within the block, the worker processes of a DataLoader are spawned: forked processes would
+    inherit locks that JAX's threads hold.
 
     Args:
         file: the run's TOML file.
         learner: name of this learner in the run.
-        module: its parameters that require gradients are the run's; they are changed in place. In a
-            process group each rank joins, with a module wrapped by `fully_shard` or in
-            DistributedDataParallel.
-        table: the run's leaf for each parameter, by the parameter's name in the module.
-        tokens_per_step: as in `diloco.join`.
-        replicated: ranks keep the whole module equal by other means than these two.
+        module: the module; its parameters that require gradients are the run's parameters, and are
+            changed in place. In a process group all ranks join, each with the module wrapped by
+            `fully_shard` or in DistributedDataParallel.
+        table: the run's leaf for each parameter whose name or order of axes differs in the run, by
+            the parameter's name in the module.
+        tokens_per_step: tokens of one step, of all ranks together; None: `run.tokens_per_step` of
+            the run's file.
+        replicated: the module is wrapped in neither way, and the caller keeps the parameters of all
+            ranks equal.
+
+    Yields:
+        The loop's `TorchLearner`.
+
+    Raises:
+        DilocoError: as `diloco.join`; or the module, the table or the ranks do not fit the run.
     """
     tensors = _tensors_of(module, replicated)
     joining = join_tensors(
@@ -135,10 +157,17 @@ def create(
     table: Table | None = None,
     hint: Hint = default_hint,
 ) -> None:
-    """Creates the run of a TOML file, which begins with a module's parameters."""
+    """Creates the run of a TOML file, with a module's parameters as version 0; as `diloco.create`.
+
+    Args:
+        file: the run's TOML file.
+        module: the module; its parameters that require gradients are the run's parameters.
+        table: as in `join`.
+        hint: (leaf's name, shape) -> `TensorHint`: how the aggregator merges that leaf.
+    """
     create_tensors(file, ModuleTensors(module), table=table, hint=hint)
 
 
 def load(run: str | Path, module: torch.nn.Module, *, table: Table | None = None) -> None:
-    """Copies the newest global parameters of a run into a module."""
+    """Copies the newest global parameters of a run into a module; `run` is as in `diloco.load`."""
     load_tensors(run, ModuleTensors(module), table=table)

@@ -14,9 +14,9 @@ from diloco.torch.trainers import TrainerLoop, follow_clock
 
 
 class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
-    """Makes a Lightning `Trainer` a learner of a run, for as long as `fit` trains.
+    """Makes a Lightning `Trainer` a learner of a run: it joins when `fit` begins to train.
 
-    Args and errors as in `diloco.torch.transformers.DilocoCallback`.
+    Arguments and errors are those of `diloco.torch.transformers.DilocoCallback`.
     """
 
     def __init__(self, file: str | Path, *, learner: str, **options: Any) -> None:
@@ -26,15 +26,20 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         self._stepped = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this learner's entry for a trainer's checkpoint."""
+        """Returns the names of run and learner, which Lightning stores in its checkpoints."""
         return self._loop.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this learner's entry from the checkpoint from which training resumes."""
+        """Takes the result of `state_dict` from the checkpoint from which training resumes."""
         self._resumed = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Joins the run, and ensures that this learner reads data of its own."""
+        """Sets the order in which this learner reads examples, and joins the run.
+
+        Raises:
+            ConfigError: the order cannot be set, or the checkpoint is another learner's.
+            DilocoError: as `diloco.torch.join`.
+        """
         loop, loader = self._loop, trainer.train_dataloader
         check_workers(loader)
         if not loop.own_data:
@@ -49,17 +54,22 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         loop.begin(trainer.model if in_ddp else pl_module, self._resumed)
         self._stepped = trainer.global_step
         if not loop.own_data:
-            iter(trainer.fit_loop._data_fetcher)  # noqa: SLF001 - it has begun in the old order
+            iter(trainer.fit_loop._data_fetcher)  # noqa: SLF001 - it has read in the old order
         self._follow_clock(trainer)
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Puts the learner's own parameters back into the module."""
+        """Sets the module's parameters to the learner's own again, after an evaluation."""
         self._loop.hide()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
-        """Takes the run's step boundary, if the optimizer has taken a step."""
+        """Takes a step boundary of the run if the optimizer has taken a step; may end training.
+
+        Raises:
+            ConfigError: the training step returned no loss.
+            DilocoError: as `TorchLearner.step`.
+        """
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         self._losses += [] if loss is None else [loss]
         if trainer.global_step == self._stepped:
@@ -73,11 +83,11 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         self._follow_clock(trainer)
 
     def on_validation_start(self, *_: Any) -> None:
-        """Puts the global parameters into the module; the next training batch removes them."""
+        """Sets the module's parameters to the global ones, until the next training batch."""
         self._loop.show()
 
     def on_train_end(self, *_: Any) -> None:
-        """Leaves the run; the module then has its newest parameters."""
+        """Leaves the run; the module then has the run's newest parameters."""
         self._loop.end()
 
     def on_exception(
@@ -86,7 +96,7 @@ class DilocoCallback(Callback):  # type: ignore[misc] # of an untyped package
         pl_module: LightningModule,  # noqa: ARG002
         exception: BaseException,
     ) -> None:
-        """Leaves in order after an interrupt or exit; any other exception counts as a crash."""
+        """Leaves the run, as after a crash: unsent work is sent only after an interrupt or exit."""
         if isinstance(exception, KeyboardInterrupt | SystemExit):
             self._loop.end()
         else:

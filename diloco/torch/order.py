@@ -1,4 +1,4 @@
-"""The order in which a learner reads examples: its own order, from its position on."""
+"""The order in which a learner's DataLoader reads examples: another order for each learner."""
 
 import math
 import zlib
@@ -12,20 +12,23 @@ from diloco.common.protocol.errors import ConfigError
 
 
 class LearnerOrder(Sampler):  # type: ignore[misc] # torch is not there for mypy
-    """Endless epochs, each a permutation that follows from seed, learner and the epoch's number.
+    """A sampler of a learner's own order of examples, which resumes at the learner's position.
 
-    Each pass yields the examples of as many steps as an epoch has, from `position` on.
+    The order is endless: epoch after epoch, each a permutation that follows from the seed, the
+    learner's name and the epoch's number. Each pass (each call of `iter`) yields as many indices as
+    there are examples, from the learner's position on.
 
     Args:
         examples: the number of examples.
-        learner: name of the learner whose order it is.
-        step: examples that a step trains on.
-        steps: steps in an epoch.
+        learner: the learner's name.
+        step: the number of examples of one step, of all ranks together.
+        steps: the number of steps in an epoch.
         position: returns the number of steps that are done.
-        skipped: steps before `position` that the first pass yields, since its reader skips them.
-        seed: equal seeds give equal orders.
-        part: this rank's number and the number of ranks: each pass yields the examples of this rank
-            in turn, and repeats some at its end if they do not divide evenly.
+        skipped: the first pass begins this number of steps before `position`, since its reader
+            skips as many.
+        seed: the seed; equal seeds and names give equal orders.
+        part: (this rank's number r, the number of ranks n): a pass yields each n-th index from the
+            r-th on. If n does not divide the examples, some are repeated at the pass's end.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class LearnerOrder(Sampler):  # type: ignore[misc] # torch is not there for mypy
         return self._epoch(epoch)[first:] + self._epoch(epoch + 1)[:first]
 
     def _epoch(self, number: int) -> list[int]:
-        # A reader may skip steps of its first epoch that the run never got.
+        # The number may be -1: a trainer may skip steps that the run has not counted.
         rng = np.random.default_rng([*self._seeds, number + 1])
         order: list[int] = rng.permutation(self._examples).tolist()
         return order
@@ -77,20 +80,20 @@ def give_order(
     trained: int = 0,
     seed: int = 0,
 ) -> None:
-    """Makes a trainer's shuffled loader read in the learner's own order.
+    """Replaces the sampler of a trainer's shuffled DataLoader by the learner's `LearnerOrder`.
 
     Args:
-        loader: the trainer's loader.
-        learner: as in `LearnerOrder`.
-        accumulated: batches in a step.
-        position: as in `LearnerOrder`.
-        batches: batches in an epoch; None: all that the loader has.
-        trained: steps done by the trainer's own count; the trainer skips the steps already
-            done in the epoch where it resumes.
-        seed: as in `LearnerOrder`.
+        loader: the trainer's DataLoader, or accelerate's or Lightning's wrapper of one.
+        learner: the learner's name.
+        accumulated: the number of batches whose gradients make one step.
+        position: returns the number of steps that are done.
+        batches: the number of batches in an epoch; None: all batches of the loader.
+        trained: the number of steps that the trainer has counted before; it will skip those of the
+            epoch in which it resumes.
+        seed: the seed of the order.
 
     Raises:
-        ConfigError: the loader's order is not a shuffled one of all its examples.
+        ConfigError: the loader does not shuffle all its examples.
     """
     sampler: Any = getattr(loader, "batch_sampler", None)
     ranks = 1
@@ -127,10 +130,10 @@ def give_order(
 
 
 def check_workers(loader: Any) -> None:
-    """Refuses a loader that forks its workers under JAX's threads.
+    """Checks that a DataLoader does not fork its worker processes, since JAX has threads.
 
     Raises:
-        ConfigError: the loader forks its workers.
+        ConfigError: the loader is set to fork its workers.
     """
     context = loader.multiprocessing_context if isinstance(loader, DataLoader) else None
     if context is not None and context.get_start_method() == "fork":

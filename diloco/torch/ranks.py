@@ -1,8 +1,9 @@
-"""A module over several processes: each rank is a host of one learner (ADR 21), with its shards.
+"""A module that several processes (ranks) train: each rank is a host of one learner (ADR 21).
 
-FSDP2 gives a rank a part of each parameter (DTensor), DDP the whole parameter. JAX has a CPU device
-for each rank, in the same mesh, and arrays sharded as the parameters are. So each rank reads,
-encodes, uploads and fetches its own part. Rank 0 plans this, and alone talks to the run.
+FSDP2 gives a rank a part of each parameter (a DTensor), DDP the whole parameter. JAX has one CPU
+device for each rank, in a mesh like the ranks' device mesh, and arrays that are sharded as the
+parameters are. So each rank reads, encodes, uploads and fetches its own part. Rank 0 plans the step
+boundaries, and alone connects to NATS.
 """
 
 import socket
@@ -25,14 +26,18 @@ from diloco.torch.tensors import ModuleTensors
 
 
 class RankTensors(ModuleTensors):
-    """A rank's parts of a module's parameters, by their names in the module.
+    """Reads and writes one rank's parts of a module's parameters, by parameter name.
+
+    To be made on all ranks; JAX's distributed runtime is started.
 
     Args:
-        module: wrapped by `fully_shard`, or in DistributedDataParallel.
-        replicated: as in `diloco.torch.join`.
+        module: the module, wrapped by `fully_shard` or in DistributedDataParallel.
+        replicated: the module is wrapped in neither way, and the caller keeps the parameters of all
+            ranks equal.
 
     Raises:
-        ConfigError: a parameter differs by rank, or is divided in a way that JAX does not have.
+        ConfigError: parameters would differ by rank, or are sharded over other ranks than all; or
+            rank 0's address is unknown.
     """
 
     def __init__(self, module: torch.nn.Module, *, replicated: bool = False) -> None:
@@ -63,7 +68,10 @@ class RankTensors(ModuleTensors):
         self._plan = {name: _plan(one) for name, one in self._parameters.items()}
 
     def sharding(self, name: str) -> NamedSharding:
-        """Returns a parameter's sharding; replicated on all ranks if it cannot be cut equally."""
+        """Returns a parameter's sharding in JAX.
+
+        The sharding is replicated on all ranks if the ranks divide the parameter unequally.
+        """
         one = self._parameters[name]
         cuts: list[tuple[str, ...]] = [()] * one.dim()
         for axis, placement in zip(self._mesh.axis_names, self._plan[name], strict=False):
@@ -76,10 +84,10 @@ class RankTensors(ModuleTensors):
         return NamedSharding(self._mesh, PartitionSpec(*(names or None for names in cuts)))
 
     def check(self) -> None:
-        """Refuses parameters that changed their tensors or placements since this learner joined.
+        """Checks that the module's parameters are the tensors that joined, sharded as then.
 
         Raises:
-            ParametersError: the parameters differ.
+            ParametersError: a parameter is another tensor, or is sharded differently.
         """
         now = dict(self._module.named_parameters())
         for name, one in self._parameters.items():
@@ -91,7 +99,10 @@ class RankTensors(ModuleTensors):
                 )
 
     def _local(self, name: str) -> torch.Tensor:
-        """Returns this rank's part for reading; a collective if it is not cut equally."""
+        """Returns this rank's part of a parameter; all of it if ranks divide it unequally.
+
+        In the latter case this is a collective, which all ranks must call.
+        """
         self._reshard()
         one = self._parameters[name].detach()
         if not isinstance(one, DTensor):
@@ -109,7 +120,10 @@ class RankTensors(ModuleTensors):
             one.to_local().copy_(_part(values, one))
 
     def _reshard(self) -> None:
-        """Drops parameters gathered in a forward without a backward, or the next would use them."""
+        """Frees whole parameters that a forward pass without a backward pass has gathered.
+
+        Otherwise the next forward pass would use these old values.
+        """
         for one in self._sharded:
             one.reshard()
 
@@ -132,7 +146,9 @@ def _part(values: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _meet() -> None:
-    """Begins JAX's distributed runtime over the ranks, each with one device of its CPU.
+    """Starts JAX's distributed runtime, with one CPU device for each rank.
+
+    Does nothing if that runtime has started already.
 
     Raises:
         ConfigError: the ranks are on several machines, and no setting gives rank 0's address.

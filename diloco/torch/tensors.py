@@ -1,4 +1,4 @@
-"""PyTorch's tensors as arrays on the host: a module's parameters, an optimizer's state."""
+"""A module's parameters and an optimizer's state of PyTorch as NumPy arrays in host memory."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +22,12 @@ _DTYPES = {
 
 
 class ModuleTensors:
-    """The parameters of a module that require gradients, by their names in the module.
+    """Reads and writes the parameters of a module that require gradients, by parameter name.
 
-    The parameters are copied from and to CUDA on a stream of their own.
+    Copies from and to CUDA run on a separate CUDA stream.
 
     Raises:
-        ConfigError: a parameter has a dtype that is not synchronized.
+        ConfigError: a parameter is not float64, float32, float16 or bfloat16.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -42,13 +42,17 @@ class ModuleTensors:
         self._stream: Any = None
 
     def shapes(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Returns the shape and dtype of each parameter."""
+        """Returns the shape and dtype of each parameter, by name."""
         return {
             name: (tuple(one.shape), _DTYPES[one.dtype]) for name, one in self._parameters.items()
         }
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a parameter's values; waits for its device."""
+        """Returns a parameter's values in host memory; waits for the device.
+
+        On CPU the array shares memory with the parameter. With several ranks, returns this rank's
+        part of the parameter.
+        """
         values = self._local(name)
         with self._aside(values):
             values = values.to("cpu")
@@ -57,7 +61,7 @@ class ModuleTensors:
         return np.asarray(values)
 
     def write(self, name: str, values: np.ndarray) -> None:
-        """Sets a parameter's values, in place."""
+        """Sets a parameter's values in place; with several ranks, those of this rank's part."""
         own = np.require(values, requirements=("C", "W"))  # as torch requires
         if own.dtype == ml_dtypes.bfloat16:
             given = torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
@@ -71,7 +75,7 @@ class ModuleTensors:
         """Does nothing: only parameters that are divided by ranks need a check."""
 
     def _local(self, name: str) -> torch.Tensor:
-        """Returns this process's part of a parameter."""
+        """Returns this process's part of a parameter, on its device; here all of it."""
         return self._parameters[name].detach()
 
     def _set(self, name: str, values: torch.Tensor) -> None:
@@ -79,7 +83,10 @@ class ModuleTensors:
 
     @contextlib.contextmanager
     def _aside(self, tensor: torch.Tensor) -> Any:
-        """Runs the block's copies on another CUDA stream, after the tensor's computation."""
+        """Runs the block's copies on another CUDA stream, after what is queued on the current one.
+
+        Later operations on the current stream wait for the copies. Does nothing for other devices.
+        """
         if tensor.device.type != "cuda":
             yield
             return
@@ -94,7 +101,11 @@ class ModuleTensors:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> State:
-    """Returns a PyTorch optimizer's tensors for a checkpoint, by parameter number and name."""
+    """Returns copies of an optimizer's state tensors in host memory, for a checkpoint.
+
+    Keys are "parameter's number/name of the state tensor". bfloat16 becomes float32. Of a tensor
+    that ranks divide, each rank returns its own part.
+    """
     return {
         f"{number}/{name}": _array(_own(value))
         for number, slots in optimizer.state_dict()["state"].items()
@@ -105,10 +116,11 @@ def state_of(optimizer: torch.optim.Optimizer) -> State:
 
 @contextlib.contextmanager
 def begun(optimizer: torch.optim.Optimizer) -> Iterator[tuple[State, Callable[[State], None]]]:
-    """Yields the shapes of the optimizer's state, and a function that takes such a state.
+    """Yields an optimizer's fresh state as `state_of` returns it, and a function that sets a state.
 
-    PyTorch creates the state in the first step. So this makes a step with learning rate and
-    gradients 0, which changes no parameter. Unless the function is called, the state is cleared.
+    PyTorch creates the state in the first step. So a step with learning rate and gradients 0 is
+    taken, which changes no parameter. If the function is not called in the block, the state is
+    cleared at its end.
     """
     taken = False
 
@@ -141,7 +153,7 @@ def begun(optimizer: torch.optim.Optimizer) -> Iterator[tuple[State, Callable[[S
 
 
 def _own(value: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor that ranks divide."""
+    """Returns this rank's part of a tensor that ranks divide; other tensors unchanged."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 

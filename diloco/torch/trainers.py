@@ -1,6 +1,8 @@
-"""A learner inside a training loop of another library: the code that all callbacks share.
+"""A learner in the training loop of another library's trainer: the code that all callbacks share.
 
-The adapters (`transformers.py`, `lightning.py`) map their events to calls of this module.
+The callbacks (`transformers.py`, `lightning.py`) map events of their trainers to calls of
+`TrainerLoop`. The module has either the learner's own parameters, for training, or the global ones
+(those of the adopted versions), to evaluate and save them.
 """
 
 import atexit
@@ -27,10 +29,10 @@ class TrainerLoop:
         file: the run's TOML file.
         learner: name of this learner in the run.
         table, tokens_per_step: as in `diloco.torch.join`.
-        own_data: no other learner has this learner's data, in whatever order it is read.
+        own_data: no other learner has this learner's examples, so that the trainer's order is kept.
 
     Attributes:
-        life: closed when training ends.
+        life: the stack of what is to be closed when training ends, such as the membership.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class TrainerLoop:
 
     @property
     def island(self) -> TorchLearner:
-        """The membership in the run.
+        """The PyTorch loop's membership in the run.
 
         Raises:
             DilocoError: training has not begun.
@@ -62,7 +64,7 @@ class TrainerLoop:
 
     @property
     def trains(self) -> bool:
-        """Whether training has begun, and has not ended."""
+        """True if the learner has joined the run and has not left."""
         return self._joined is not None
 
     def begin(
@@ -72,17 +74,19 @@ class TrainerLoop:
         *,
         replicated: bool = False,
     ) -> None:
-        """Joins the run: the module takes its newest version.
+        """Joins the run: the module's parameters become those of the newest version.
 
         Args:
             module: the module that is trained.
-            checkpoint: this loop's entry in the trainer's checkpoint, if it resumes from one.
+            checkpoint: the result of `state` that is stored in the trainer's checkpoint; None: the
+                trainer does not resume from a checkpoint.
             replicated: as in `diloco.torch.join`.
 
         Raises:
             ConfigError: the checkpoint is another learner's.
+            DilocoError: as `diloco.torch.join`.
         """
-        self.fail(None)  # left by a training that raised without telling its callbacks
+        self.fail(None)  # an earlier training may have raised without telling its callbacks
         mine = self.state()
         if checkpoint and dict(checkpoint) != mine:
             raise ConfigError(
@@ -103,24 +107,30 @@ class TrainerLoop:
         # Threads do not run when the interpreter ends, and leaving would wait for them.
         atexit.register(self.fail, None)
         self.life.callback(atexit.unregister, self.fail)
-        # A save during training saves the global parameters.
+        # The trainer's saves during training get the global parameters.
         saved = module.module if isinstance(module, DistributedDataParallel) else module
         hook = saved.register_state_dict_pre_hook(lambda *_: self.show())
         self.life.callback(hook.remove)
 
     def state(self) -> dict[str, str]:
-        """Returns this loop's entry for a trainer's checkpoint; the position comes from the run."""
+        """Returns the names of run and learner, for a trainer's checkpoint.
+
+        The checkpoint needs no data position, which comes from the run.
+        """
         return {"run": load_config(Path(self._file)).run.name, "learner": self.learner}
 
     def step(self, losses: list[Any], *, summed: bool) -> bool:
-        """Notes a step of the optimizer; returns whether training is to end.
+        """Takes a step boundary after a step of the optimizer; returns True if training is to end.
+
+        Any error ends the membership, as by `fail`.
 
         Args:
-            losses: losses of its batches.
-            summed: the step's loss is their sum, not their mean.
+            losses: losses of the step's batches.
+            summed: True: the step's loss is the sum of `losses`; False: their mean.
 
         Raises:
             ConfigError: `losses` is empty.
+            DilocoError: as `TorchLearner.step`.
         """
         with self.failing():
             if not losses:
@@ -135,21 +145,21 @@ class TrainerLoop:
             return self.island.done
 
     def show(self) -> None:
-        """Puts the global parameters into the module, until `hide`."""
+        """Sets the module's parameters to the global ones, until `hide` is called."""
         if self.trains and not self._shown:
             self._view.enter_context(self.island.viewed())
             self._shown = True
 
     def hide(self) -> None:
-        """Puts the learner's own parameters back into the module."""
+        """Sets the module's parameters to the learner's own again, after `show`."""
         self._view.close()
         self._shown = False
 
     def check_shown(self) -> None:
-        """Refuses an evaluation of this learner's own parameters.
+        """Checks, after an evaluation, that the module had the global parameters.
 
         Raises:
-            ConfigError: the evaluation saw them.
+            ConfigError: the module had the learner's own parameters.
         """
         with self.failing():
             if self.trains and not self._shown:
@@ -159,10 +169,11 @@ class TrainerLoop:
                 )
 
     def end(self, *, keep: bool = False) -> None:
-        """Leaves the run in order.
+        """Sends unsent work, and leaves the run; does nothing if the learner has not joined.
 
         Args:
-            keep: the module stays, such as the best one; else it gets the newest parameters.
+            keep: True: the module keeps its parameters, such as the best ones; False: it gets the
+                newest global parameters.
         """
         if not self.trains:
             return
@@ -177,7 +188,7 @@ class TrainerLoop:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Ends the life on any error in the block, since trainers do not pass errors on."""
+        """Calls `fail` on any error of the block, since trainers tell callbacks of no error."""
         try:
             yield
         except BaseException as error:
@@ -185,7 +196,11 @@ class TrainerLoop:
             raise
 
     def fail(self, error: BaseException | None) -> None:
-        """Ends as by a crash, without sending anything."""
+        """Leaves the run as after a crash: nothing is sent. Does nothing if it has not joined.
+
+        Args:
+            error: the error that ends training; None: it is not known.
+        """
         if self.trains:
             self._joined = None
             self.hide()
@@ -195,7 +210,10 @@ class TrainerLoop:
 
 
 def follow_clock(schedule: Any, global_step: int) -> None:
-    """Sets a learning-rate schedule that is a function of the step to the run's clock."""
+    """Sets a PyTorch learning-rate schedule to the run's global step, if it is a `LambdaLR`.
+
+    Other schedules are not changed, since only a `LambdaLR` is a function of the step.
+    """
     if isinstance(schedule, LambdaLR) and schedule.last_epoch != global_step:
         schedule.last_epoch = global_step - 1
         with warnings.catch_warnings():  # of a schedule that moves before the first step

@@ -18,17 +18,18 @@ STATE = "diloco"
 
 
 class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped package
-    """Makes a `Trainer` a learner of a run: it joins when training begins, and leaves at its end.
+    """Makes a `Trainer` a learner of a run: joins when training begins, leaves when training ends.
 
     Args:
         file: the run's TOML file.
         learner: name of this learner in the run.
         options: `table` and `tokens_per_step` as in `diloco.torch.join`; `own_data=True`: no other
-            learner has this learner's data, which is read in the trainer's order.
+            learner has this learner's examples, so that the trainer's order of them is kept.
 
     Raises:
-        ConfigError: when training begins: all learners would get the same batches; it resumes from
-            another learner's checkpoint; a process trains on several devices or shards the model.
+        ConfigError: when training begins: all learners would get the same batches, the trainer
+            resumes from another learner's checkpoint, or a process trains on several devices or
+            shards the model.
         RunMismatchError: when training begins: the model's parameters are not those of the run.
     """
 
@@ -38,11 +39,14 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         self._summed, self._ranks = False, 1
 
     def __enter__(self) -> Self:
-        """Supports `with callback:`, for a notebook, which outlives a failed training."""
+        """Supports `with callback:` around training, for a notebook.
+
+        A notebook continues after a failed training, of which Trainer tells no callback.
+        """
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Leaves the run as after a crash if training failed, which Trainer tells no callback."""
+        """Leaves the run as after a crash, if training has failed and the learner has not left."""
         self._loop.fail(error)
 
     def on_train_begin(
@@ -52,7 +56,12 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         control: TrainerControl,  # noqa: ARG002 - as all events have it
         **given: Any,
     ) -> None:
-        """Joins the run, and checks that this learner has data of its own."""
+        """Sets the order in which this learner reads examples, and joins the run.
+
+        Raises:
+            ConfigError: as in the class.
+            DilocoError: as `diloco.torch.join`.
+        """
         ranks = args.world_size
         if args.n_gpu > 1 or (ranks > 1 and (args.fsdp or args.deepspeed)):
             raise ConfigError(
@@ -61,7 +70,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
                 hint="start a process for each device by torchrun, without fsdp and deepspeed; or"
                 " show the Trainer one device, such as by CUDA_VISIBLE_DEVICES=0",
             )
-        # The ranks over which Trainer counts the tokens by which it divides a loss.
+        # Trainer divides a loss by the tokens of this number of ranks.
         self._ranks = ranks if args.average_tokens_across_devices else 1
         loop, module, loader = self._loop, given["model"], given["train_dataloader"]
         check_workers(loader)
@@ -93,11 +102,11 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
             self._losses.append(loss.detach() * (self._ranks if self._summed else 1))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Puts the learner's own parameters back into the model."""
+        """Sets the model's parameters to the learner's own again, after an evaluation or save."""
         self._loop.hide()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Puts the learner's own parameters back, if an evaluation between batches changed them."""
+        """Sets the model's parameters to the learner's own, after an evaluation between batches."""
         self._loop.hide()
 
     def on_step_end(
@@ -107,7 +116,12 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         control: TrainerControl,
         **given: Any,
     ) -> None:
-        """Takes the run's step boundary, once for each step of the optimizer."""
+        """Takes a step boundary of the run after a step of the optimizer; may end training.
+
+        Raises:
+            ConfigError: the model's forward pass returned no loss.
+            DilocoError: as `TorchLearner.step`.
+        """
         losses, self._losses = self._losses, []
         if self._loop.step(losses, summed=self._summed):
             control.should_training_stop = True
@@ -117,7 +131,7 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
             self._loop.show()  # on all ranks, though only one saves
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """Puts the global parameters into the model, for evaluating, saving and comparing it."""
+        """Sets the model's parameters to the global ones, to evaluate and save these."""
         self._loop.show()
 
     def on_evaluate(
@@ -128,10 +142,10 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         metrics: dict[str, float],
         **_: Any,
     ) -> None:
-        """Reports the evaluation's loss to the run.
+        """Reports the evaluation's loss to the run, in this learner's heartbeats.
 
         Raises:
-            ConfigError: it was measured on this learner's own parameters.
+            ConfigError: the loss was measured on this learner's own parameters.
         """
         self._loop.check_shown()
         if self._loop.trains and "eval_loss" in metrics:
@@ -144,6 +158,9 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc] # of an untyped pac
         control: TrainerControl,  # noqa: ARG002 - as all events have it
         **_: Any,
     ) -> None:
-        """Leaves the run; the model gets its newest parameters, or keeps the best if loaded."""
+        """Leaves the run; the model gets the run's newest parameters.
+
+        If Trainer has loaded the best model (`load_best_model_at_end`), that one is kept.
+        """
         best = args.load_best_model_at_end and state.best_model_checkpoint is not None
         self._loop.end(keep=best)
