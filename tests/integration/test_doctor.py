@@ -193,6 +193,8 @@ def test_a_run_under_way_and_what_goes_wrong_with_it(
     world = new_world(
         server=own_nats_server,
         run={"steps": 1_000_000},
+        # A slow learner, since a deep examination reads every update that there is.
+        task={"options": {"notes": "notes", "sleep_s": 0.1}},
         quorum={"deadline_s": 1.0, "liveness_timeout_s": 3.0},
         sync={"reannounce_timeout_s": 1.0},
         aggregator={"lease_ttl_s": 1.0},
