@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from diloco.common.process.config import AggregatorSection, GcSection
 from diloco.common.process.health import Health
 from diloco.common.process.metrics import Metrics
-from diloco.common.protocol import wire
+from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import RunMismatchError
 from diloco.common.storage.tape import RunContext
 
@@ -39,6 +39,16 @@ class Context(RunContext):
     arithmetic: "Arithmetic | None" = None
     metrics: Metrics = field(default_factory=Metrics)
     health: Health = field(default_factory=Health)
+
+
+async def put_proof(context: Context) -> None:
+    """Stores a small object, each time the same, which proves that this process can write.
+
+    Raises:
+        StoreError: the store does not answer, is full, or does not permit it.
+    """
+    name = names.proof(names.global_prefix(context.run))
+    await context.runtime.call(context.store.put, name, name.encode())
 
 
 def resumed_since(context: RunContext, epoch: int) -> RunMismatchError:

@@ -5,7 +5,7 @@ import contextlib
 
 from diloco.aggregator.checkpoint_and_score_watch import LOOK_S, CheckpointWatch, ScoreWatch
 from diloco.aggregator.compile_kernels import prepare
-from diloco.aggregator.context import Context
+from diloco.aggregator.context import Context, put_proof
 from diloco.aggregator.leases import Everything, Leases
 from diloco.aggregator.owner.liveness import Expiry, LivenessWatch
 from diloco.aggregator.owner.owner import Owners
@@ -204,11 +204,8 @@ async def _prove_store(context: Context) -> None:
         StoreError: the daemon's credentials do not permit it.
     """
     context.health.begin_phase("proving that the store takes objects")
-    name = names.proof(names.global_prefix(context.run))
     await context.runtime.retry(
-        "proving the store",
-        lambda: context.runtime.call(context.store.put, name, name.encode()),
-        logger=context.logger,
+        "proving the store", lambda: put_proof(context), logger=context.logger
     )
 
 

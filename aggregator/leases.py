@@ -29,7 +29,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import NamedTuple
 
-from diloco.aggregator.context import Context
+from diloco.aggregator.context import Context, put_proof
 from diloco.aggregator.core.fragment_division import AggregatorTerms, Pinned, divide
 from diloco.common.process.tasks import first_of
 from diloco.common.protocol import names, wire
@@ -253,6 +253,7 @@ class Leases:
         context = self._context
         name = names.layout_object(context.run, context.layout.digest)
         try:
+            await put_proof(context)
             await context.runtime.call(context.store.get_range, name, 0, 1)
         except ObjectMissingError:
             return None

@@ -142,6 +142,8 @@ class ActorStore:
         self._reach()
         is_synced = name in self._inner and name not in self._inner.unsynced
         self._inner.unsynced.pop(name, None)
+        if actor.world.store_refuses_writes(actor.name, actor.world.loop.now_s):
+            raise StoreUnavailableError(f"{actor.name}: the store refuses writes of this machine")
         if actor.world.is_full("store"):
             raise StoreUnavailableError(f"{actor.name}: the store's disk is full")
         actor.effect("put", name, lambda: self._inner.put(name, data))

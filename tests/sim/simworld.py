@@ -89,6 +89,8 @@ class World:
         self.bad, self.bad_at = "", "reads"
         # Whether the store does not answer an actor at a time.
         self.store_is_away: Callable[[str, float], bool] = lambda _name, _now_s: False
+        # Whether it refuses what an actor writes at a time, and answers what it reads.
+        self.store_refuses_writes: Callable[[str, float], bool] = lambda _name, _now_s: False
         self.record_bytes = record_bytes
         self.seed = seed
         self.tensors = tensors

@@ -87,10 +87,11 @@ def makers(world: World) -> list[tuple[list[str], list[str]]]:
     return found
 
 
+@pytest.mark.parametrize("fault", ["store_is_away", "store_refuses_writes"])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_fragment_is_idle_beside_a_machine_that_is_cut_off_from_the_store(seed: int) -> None:
+def test_no_fragment_is_idle_beside_a_machine_that_the_store_fails(seed: int, fault: str) -> None:
     world, lease_ttl_s = make_world(seed), (1.5, 3.0, 6.0)[seed]
-    world.store_is_away = lambda name, now_s: name == "two" and CUT_S[0] < now_s < CUT_S[1]
+    setattr(world, fault, lambda name, now_s: name == "two" and CUT_S[0] < now_s < CUT_S[1])
     world.run(partial(run_beside_a_bad_machine, world, lease_ttl_s), LIMIT_S)
     world.checkers.check_resolved()
     assert longest_idle_s(world) <= lease_ttl_s + IDLE_S
@@ -99,10 +100,11 @@ def test_no_fragment_is_idle_beside_a_machine_that_is_cut_off_from_the_store(see
     assert any("two" in late for _, late in makers(world))
 
 
+@pytest.mark.parametrize("fault", ["store_is_away", "store_refuses_writes"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_store_that_answers_nobody_for_a_while_costs_that_while(seed: int) -> None:
+def test_a_store_that_fails_everybody_for_a_while_costs_that_while(seed: int, fault: str) -> None:
     world, lease_ttl_s = make_world(seed), (1.5, 3.0, 6.0)[seed]
-    world.store_is_away = lambda _name, now_s: CUT_S[0] < now_s < CUT_S[1]
+    setattr(world, fault, lambda _name, now_s: CUT_S[0] < now_s < CUT_S[1])
     world.run(partial(run_beside_a_bad_machine, world, lease_ttl_s), LIMIT_S)
     world.checkers.check_resolved()
     assert longest_idle_s(world) <= CUT_S[1] - CUT_S[0] + IDLE_S
