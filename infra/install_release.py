@@ -124,7 +124,8 @@ class Releases:
         The units name `home`. Restarting them is up to the caller.
         """
         self.use(home)
-        # Overwrites units without asking, as nobody is there; an edited one is saved next to it.
+        # Overwrites units without asking, as no person may be there; a unit that was edited is
+        # saved next to the new one.
         programs = f"{home}/bin"
         self._run([f"{programs}/diloco", "host", "units", "--programs", programs, "--overwrite"])
         self._run(["systemd-sysusers"])

@@ -7,7 +7,7 @@ that compiles, waits, has failed or has ended would do the same on a new machine
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-# As infra/terraform has it.
+# The port of infra/terraform's health checks.
 LIVEZ_PORT = 9463
 
 

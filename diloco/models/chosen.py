@@ -15,8 +15,8 @@ class Chosen(NamedTuple):
     """The parameters to train, by patterns (`fnmatch`) of their names.
 
     Attributes:
-        trained: a parameter is trained if its name fits one of these patterns,
-        frozen: unless its name fits one of these.
+        trained: patterns of the parameters that are trained.
+        frozen: patterns of parameters among these that are not trained after all.
     """
 
     trained: Patterns

@@ -77,9 +77,9 @@ class Prices(Section):
         """Returns the dollars an hour of a machine; None if its price is unknown.
 
         Args:
-            name: machine type, such as e2-standard-2; a price of this type comes first.
-            cores: its cores, for a type that only has a price of its series.
-            gib: GiB of its memory, likewise.
+            name: machine type, such as e2-standard-2.
+            cores: the type's cores, used if the table has only the price of the type's series.
+            gib: GiB of the type's memory, used in the same case.
         """
         rate = self.series.get(name.partition("-")[0])
         if name in self.machines or rate is None:

@@ -29,8 +29,8 @@ FEWEST_ROUNDS = 12
 MOST_LEARNERS = 128
 MOST_ROUNDS = 500
 FAILURES = 3000
-# Seconds from a message to its effect, beside the link's: one poll of the bus, one request of the
-# store.
+# Seconds from a message to its effect, in addition to the link's round trip: one poll of the bus,
+# one request of the store.
 MESSAGE_S = 0.005
 
 
@@ -125,7 +125,8 @@ class Bandwidth(NamedTuple):
     Attributes:
         utilization: share of the time in which a learner does not wait for a link.
         data_parallel: data-parallel training; infinite if the round trip alone takes too long.
-        lockstep: this system with `sync.mode` lockstep; infinite likewise.
+        lockstep: this system with `sync.mode` lockstep; infinite if round trips and the
+            aggregator's work alone take too long.
         decoupled: this system, for a version of every fragment in each H steps; it waits for no
             link, whatever the utilization.
     """

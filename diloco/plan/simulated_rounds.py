@@ -489,7 +489,7 @@ class _Learner:
             return
         flying = self.state.fragments[0].in_flight
         if flying and ready.resolved_seq < flying.seq and not self._rules.overwrite:
-            # The core needs no event before its update is resolved, by a newer version.
+            # The core needs no event until a newer record resolves the update in flight.
             return
         self._tell(ready)
         self._look()

@@ -194,7 +194,7 @@ class VirtualFragment:
             record_seq: sequence of the record on the tape.
             digest: the digest of the view after the record.
         """
-        # By the record's contents, not by decisions made since.
+        # Computed now: the machine's state may have changed when a learner gets the record.
         state, made = commit.state, commit.what == "version"
         marks = memory.after_record(state).marks
         taken = [admitted.manifest for admitted in state.admitted] if made else []

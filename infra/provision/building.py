@@ -69,9 +69,10 @@ def _fault(where: str, error: Exception) -> FleetFinding:
 
 
 def check_run(fleet: FleetFile, config: Config, task: Task, known: Known) -> Iterator[FleetFinding]:
-    """Yields a finding for each fault in the run's numbers, or in a learner's part of them.
+    """Yields a finding for each fault of the run, and of each learner under this run.
 
-    Of the run: parameters, quorum, retention. Of each learner: task options, batch, memory, disk.
+    Checked are the run's number of parameters, quorum and retention; and each learner's task
+    options, batch, memory and disk.
 
     Args:
         fleet: the fleet's file.

@@ -68,7 +68,7 @@ def _running(fleet: FleetFile) -> Mapping[str, FleetLearner]:
 
 
 def _gateways(fleet: FleetFile, prices: Prices) -> ResourceCost:
-    """Returns the cost of the regions' NAT gateways: for the machines that use them and addresses.
+    """Returns the cost of the regions' NAT gateways: for addresses, and for machines that use them.
 
     The few bytes that machines send through a gateway are not counted.
     """

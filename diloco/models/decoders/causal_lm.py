@@ -16,7 +16,7 @@ from diloco.models.decoders.files import HuggingFace
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A decoder as functions for a task; those that a field of `Task` takes have its name.
+    """A decoder as functions for a task; a function that a field of `Task` takes is named like it.
 
     Attributes:
         files: reads and writes the parameters in Hugging Face's format.

@@ -96,7 +96,7 @@ def mixed(
     def on_each_device(*given: jax.Array) -> tuple[jax.Array, Load]:
         *others, gate, up, down = given
         if gathered is not None:
-            # Here, so that the gradient is summed by parts.
+            # Gathered here, so that each device gets only its part of the gradient's sum.
             gather = partial(jax.lax.all_gather, axis_name=gathered, tiled=True)
             gate, up, down = gather(gate, axis=1), gather(up, axis=1), gather(down, axis=2)
         own: list[jax.Array] = [*others, gate, up, down]

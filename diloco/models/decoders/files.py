@@ -217,7 +217,7 @@ class Adapters:
             if kind_of(entry) == GATE_UP:
                 gate_up = np.split(up, 2, -1)
                 if entry.name in whole:
-                    # The checkpoint has both in one tensor, along an axis of their own.
+                    # The decoder has gate and up in one tensor, along an axis of their own.
                     down, parts = down[:, :, None], {entry.name: np.stack(gate_up, axis=2)}
                 else:
                     place = entry.name.removesuffix(GATE_UP)
@@ -340,7 +340,7 @@ class LazyFrozenLeaf:
 
     Attributes:
         shape: shape of the whole leaf.
-        dtype: as given.
+        dtype: the dtype of the values that indexing returns.
     """
 
     def __init__(self, rows: Rows | LayersOf, dtype: np.dtype) -> None:

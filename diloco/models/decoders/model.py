@@ -238,7 +238,7 @@ def _embedded(
 
     def rows(name: str) -> jax.Array:
         found: jax.Array = params[name][tokens_BxL].astype(compute.dtype)
-        # Without its image a soft token is padding, whose row it does not train.
+        # A soft token is embedded as padding, but must not train the row of padding.
         if soft_BxLx1 is None:
             return found
         return jnp.where(soft_BxLx1, jax.lax.stop_gradient(found), found)

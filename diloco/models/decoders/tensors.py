@@ -20,7 +20,7 @@ LAYERS = "layers/"  # prefix of the names of layers' tensors
 TOWER = "tower/"  # prefix of the names of the vision tower's tensors
 # The bounds of a product of the vision tower, in the order in which they are used.
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
-BIAS = "_bias"  # suffix of the matrix's name
+BIAS = "_bias"  # what follows a matrix's name in the name of its bias
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
