@@ -1,4 +1,4 @@
-"""The faults that strike a simulated run, at times drawn from the seed, until the run's calm end."""
+"""The faults that strike a simulated run, at times drawn from the seed, until its calm end."""
 
 import asyncio
 import itertools
