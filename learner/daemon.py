@@ -87,11 +87,12 @@ def _programs_key(config: Config, learner: str) -> str | None:
 def _configure(config: Config, learner: str) -> CompiledPrograms:
     """Configures JAX before it searches for devices; returns the cache of compiled programs.
 
-    The hosts of a learner of several hosts meet here.
+    With `learner.coordinator`, starts JAX's distributed runtime, which waits for the learner's
+    other hosts for at most `MEET_S` seconds.
 
     Raises:
-        ConfigError: no setting says where the hosts meet.
-        HostLostError: the hosts did not meet.
+        ConfigError: no setting gives the address of host 0, or Slurm's tasks have no coordinator.
+        HostLostError: a host did not connect in time.
     """
     section = config.learner
     logger = log.get(run=config.run.name, learner=learner)

@@ -73,7 +73,7 @@ class MemoryNeed:
 
     @property
     def start(self) -> int:
-        """Bytes of a device while programs are compiled, and tried on a copy of the parameters."""
+        """Bytes of a device at the start, when the programs run on a copy of the parameters."""
         kept = 2 * self.parameters + self.optimizer + self.anchor + self.batch
         return kept + self.activations
 

@@ -100,7 +100,7 @@ class Island:
         )
 
     def inner_step(self) -> InnerStep:
-        """Returns the jitted inner step."""
+        """Returns the jitted inner step, an `InnerStep`, with this island's shardings."""
         return make_inner_step(
             self.task,
             shardings=(self.shardings, self.state_shardings),

@@ -199,7 +199,7 @@ class Learner:
 
         Raises:
             DivergedError: the loss is infinite or not a number.
-            ParametersError: the parameters are other tensors than `params`.
+            ParametersError: names, dtypes or shapes of the parameters have changed.
             DilocoError: an error that ends this learner; or the loop continued after `done`.
         """
         if self.done:

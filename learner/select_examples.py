@@ -45,13 +45,13 @@ class GrainData:
     Args:
         dataset: examples: pytrees of arrays or numbers, all of one shape. Each index must have an
             example, so filter the source before.
-        batch: examples in a batch.
+        batch: number of examples in a batch.
         seed: the run's seed; the order of examples follows from it.
         shares: the number of shares of an epoch, which learners claim as they come and go; or the
             names of the learners that divide each epoch, one fixed share each. Empty: every learner
             reads all of the dataset, in an order of its own.
-        workers: processes that read; 0: threads of the learner do.
-        ahead: batches that each reading process keeps ready.
+        workers: number of processes that read examples; 0: threads of the learner's process read.
+        ahead: number of batches that each reading process keeps ready.
 
     Raises:
         TaskError: a share is smaller than a batch, or grain is not installed.

@@ -459,7 +459,7 @@ class Planner:
 
 
 class Boundaries(Protocol):
-    """The source of boundaries: this host's `Planner`, or host 0's through `Worker`."""
+    """The source of the plans of step boundaries: `Planner` on host 0, `Worker` on other hosts."""
 
     def first_step(self) -> int:
         """Returns the run's clock (global step) for the step before the first boundary."""

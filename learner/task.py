@@ -177,11 +177,13 @@ class Task:
             trained and synchronized; or `Variables`.
         loss: (the result of `init`, batch, PRNG key) -> (the batch's mean loss, a floating scalar;
             further scalars by name). With state, (loss, scalars, new state). The learner jits and
-            differentiates it. The key follows from seed, learner and position.
+            differentiates this function. The key follows from the run's seed, the learner's name
+            and the number of the batch.
         batches: (learner's name, position) -> endless batches, number `position` first. The same
             name and position always give the same batch.
         evaluate: parameters -> mean loss on held-out data; or scalars by name, `loss` among them,
-            and under "slices" the same of named parts of that data, such as classes or languages.
+            and under "slices" a dictionary with the same for parts of that data, such as classes or
+            languages, by the part's name.
         tokens_per_batch: units of work in one batch, whatever the task counts; at least 1.
         optimizer: an ordinary optax optimizer with its learning rate, such as
             `optax.adamw(optax.cosine_decay_schedule(1e-3, steps))`: its schedules follow the run's
@@ -192,33 +194,35 @@ class Task:
             has its own.
         hint: (tensor's name, shape) -> `TensorHint`: how the aggregator merges that tensor.
         rows: (learner's name, position, start, stop) -> as `batches`, but only rows start:stop of
-            each batch, along the first axis of its leaves: what one host of several reads. Without
-            it, each host draws whole batches and keeps its rows.
-        partition: (tensor's name, shape) -> `PartitionSpec`: how it is cut over the axes "data",
-            "fsdp", "expert" and "tensor" of a learner's mesh. Without it, large tensors are cut
+            each batch, along the first axis of its leaves. A host of a learner of several hosts
+            then reads only the rows for its devices. None: each host draws whole batches.
+        partition: (tensor's name, shape) -> `PartitionSpec`: how that tensor is cut over the axes
+            "data", "fsdp", "expert" and "tensor" of a learner's mesh. None: large tensors are cut
             along `fsdp`.
         sample: (parameters, prompt, PRNG key, temperature) -> endless pieces of text, one for each
             token that follows the prompt; temperature 0: greedy. None for a model that
             writes no text.
-        load_frozen: () -> the frozen leaves, in the shapes of `init`: each learner loads them from
-            a place of its own. The run stores only their digests, by which they are checked.
-        accumulate: parts into which a batch's rows are divided; the mean of their gradients is one
-            step's, in the memory of one part.
-        weigh: a part -> its weight in that mean, a scalar, such as its number of tokens.
-            None: equal weights.
-        compute_dtype: "bfloat16": the loss gets the trained leaves rounded to it; the leaves
+        load_frozen: () -> the frozen leaves, in the shapes of `init`. Each learner then loads these
+            leaves itself, such as from its disk, and compares them with digests; the run stores the
+            digests only. None: the run stores the frozen leaves.
+        accumulate: number of parts into which a batch's rows are divided. A step uses the mean of
+            the parts' gradients, and needs memory for the activations of one part only.
+        weigh: a part of a batch -> the part's weight in that mean, a scalar, such as its number of
+            tokens. None: equal weights.
+        compute_dtype: "bfloat16": `loss` gets the trained leaves rounded to bfloat16; the leaves
             themselves keep the dtypes of `init`. None: no rounding.
         shared: data whose epochs learners divide by claims (`GrainData.shared`): learners then read
-            it, and `batches` is for checks of the task only.
-        flops_per_token: floating-point operations of a token's step, forward and backward, each
-            counted once: the learner then reports `mfu`, where the peak of its devices is known.
-            None: it does not.
-        active_parameters: parameters that a token passes, of a mixture of experts; None: all.
+            this data, and `batches` is for checks of the task only.
+        flops_per_token: floating-point operations of training on one token, forward and backward,
+            without recomputation: the learner then reports `mfu`, where the peak of its devices is
+            known. None: no `mfu`.
+        active_parameters: number of parameters that one token uses, in a mixture of experts; None:
+            all.
         files: reads parameters from folders (`run create --from`) and writes them
             (`diloco export --format hf`) in a format that other programs use.
 
     Raises:
-        TaskError: a field is not of its kind.
+        TaskError: a field has an invalid type or value.
     """
 
     init: Callable[[jax.Array], Params]

@@ -24,10 +24,10 @@ JUDGED_STEPS = 3
 
 
 class TaskProgram:
-    """A task's training program on one host.
+    """Trains a task on one host of a learner: compiles the inner step, and runs the training loop.
 
     Args:
-        island: the learner's task, mesh and compiled parts.
+        island: the learner's task on its mesh.
     """
 
     def __init__(self, island: Island) -> None:
@@ -130,7 +130,7 @@ class GradientWatch:
     """Warns of trained leaves whose gradient stays zero: the loss does not use them.
 
     Args:
-        island: the learner's island.
+        island: the learner's task on its mesh.
     """
 
     def __init__(self, island: Island) -> None:

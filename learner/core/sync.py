@@ -374,7 +374,7 @@ def _send(
 
 
 def _next_due(rules: SyncRules, state: State, index: int) -> int:
-    """Returns the number of steps from a fragment's update to its next."""
+    """Returns the number of steps from the update of a fragment that is sent now to the next."""
     # By the run's clock and not the learner's own steps: all learners leave the warm-up together,
     # also one that joined late.
     step = clock(rules, state)
@@ -490,5 +490,5 @@ def _overwrites(rules: SyncRules, fragment: int) -> bool:
 
 
 def _blends(rules: SyncRules, fragment: int) -> bool:
-    """True if adopting the learner's own merged update keeps only a share of the steps since."""
+    """True if a version that has merged the learner's update keeps only a share of later steps."""
     return rules.blend < 1 and fragment not in rules.averaged

@@ -73,7 +73,7 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """The address on which it listens, `host:port`."""
+        """The address on which the socket listens, `host:port`."""
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{host}:{port}"
 
@@ -272,7 +272,7 @@ class Coordinator(Alone):
         return tuple(shard for part in found for shard in part)
 
     async def checkpoints(self) -> list[set[CheckpointId]]:
-        """Waits for each worker's list of the checkpoints whose parts it has."""
+        """Waits until all workers have sent a `Have`; returns each worker's checkpoints."""
         return [set(found) for found in await self._have.all]
 
     async def close(self) -> None:
