@@ -67,6 +67,7 @@ def test_six_families_are_read_take_a_step_and_come_back(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)  # Minutes; a busy machine needed more than the default's 15.
 def test_the_largest_gemma_4_comes_back_by_its_shape(tmp_path):
     """All 30 layers of 128 experts, whose files transformers wrote and loads again.
 
