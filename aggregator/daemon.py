@@ -6,7 +6,7 @@ import contextlib
 from diloco.aggregator.checkpoint_and_score_watch import LOOK_S, CheckpointWatch, ScoreWatch
 from diloco.aggregator.compile_kernels import prepare
 from diloco.aggregator.context import Context, put_proof
-from diloco.aggregator.leases import Everything, Leases
+from diloco.aggregator.leases import Leases, NoLeases
 from diloco.aggregator.owner.liveness import Expiry, LivenessWatch
 from diloco.aggregator.owner.owner import Owners
 from diloco.aggregator.stop_and_end import Conductor
@@ -71,7 +71,7 @@ async def aggregate(context: Context, leases: Leases | None = None) -> None:
         IntegrityError: a fragment's stored objects do not give the recorded digests; raised
             once nothing else is left to do.
     """
-    held: Leases | Everything = leases or Everything(context)
+    held: Leases | NoLeases = leases or NoLeases(context)
     owners = Owners(context, held)
     owners.show()
     liveness = LivenessWatch(context, owners.all())
@@ -79,7 +79,7 @@ async def aggregate(context: Context, leases: Leases | None = None) -> None:
         await first_of(
             all_of(held.hold(owners.take, owners.drop), Conductor(context).conduct()),
             liveness.watch(),
-            Expiry(context, liveness.hearing).watch(),
+            Expiry(context, liveness.last_heard).watch(),
             watch_tape(context),
             owners.failure(),
         )

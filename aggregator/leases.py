@@ -413,7 +413,7 @@ class Leases:
         )
 
 
-class Everything:
+class NoLeases:
     """Stands in for `Leases` in an aggregator that owns every fragment without leases."""
 
     def __init__(self, context: Context) -> None:

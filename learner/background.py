@@ -123,7 +123,7 @@ OUTRUN = (
 
 
 @dataclass
-class Answers:
+class RecordWatch:
     """Detects that no aggregator makes records, or that rounds are too slow for the loop.
 
     Must be used on the event loop.
@@ -199,14 +199,14 @@ class Context(RunContext):
     Attributes:
         learner: the learner's name.
         traffic: counts of bytes and updates.
-        answers: detects that no record comes.
+        record_watch: detects that no record comes.
         metrics: the learner's Prometheus metrics.
         health: the learner's liveness, readiness and troubles.
     """
 
     learner: str
     traffic: TrafficCounts = dataclasses.field(default_factory=TrafficCounts)
-    answers: Answers = dataclasses.field(default_factory=Answers)
+    record_watch: RecordWatch = dataclasses.field(default_factory=RecordWatch)
     metrics: Metrics = dataclasses.field(default_factory=Metrics)
     health: Health = dataclasses.field(default_factory=Health)
 
@@ -229,7 +229,7 @@ class Preparation:
         """Tells the other hosts to free the version's tensors, since they will not be adopted."""
 
 
-class Alone:
+class NoOtherHosts:
     """The other hosts of a learner of one host: none, so that most methods do nothing.
 
     The subclass `Coordinator` does the same for a learner of several hosts.

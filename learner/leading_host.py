@@ -18,7 +18,7 @@ from diloco.common.protocol.errors import DilocoError, SupersededError
 from diloco.common.storage.bus import Bus, jetstream
 from diloco.common.storage.data_share_allocation import Holding
 from diloco.common.storage.tape import await_specification, has_ended
-from diloco.learner.background import Alone, Context
+from diloco.learner.background import Context, NoOtherHosts
 from diloco.learner.core import sync
 from diloco.learner.core.events import (
     Start,
@@ -93,7 +93,7 @@ def lead(host: Host) -> Iterator[Life]:
         store = host.open_store()
         layout = host.layout(store, specification.layout)
         context = host.context(bus, store, layout, specification.epoch)
-        peers = Alone() if alone else _meet(host, stack)
+        peers = NoOtherHosts() if alone else _meet(host, stack)
         host = host if alone else replace(host, gives_up=never)
         stack.callback(background.close)
         _check_run(context, specification)
@@ -186,7 +186,7 @@ def _leading_life(
     context: Context,
     specification: wire.Specification,
     held: Params,
-    peers: Alone,
+    peers: NoOtherHosts,
 ) -> Life:
     """Prepares all that the first step needs: versions, programs, the join, the data position.
 
@@ -255,7 +255,7 @@ def platform_of() -> str:
 
 
 def _shares(
-    host: Host, context: Context, peers: Alone, life: Joined, place: ResumePosition
+    host: Host, context: Context, peers: NoOtherHosts, life: Joined, place: ResumePosition
 ) -> Claims:
     """Returns the learner's claims of data shares; granted shares are sent to its other hosts."""
 
@@ -271,7 +271,7 @@ def _find(
     host: Host,
     context: Context,
     folder: CheckpointFolder | None,
-    peers: Alone,
+    peers: NoOtherHosts,
     like: Any,
     shardings: Any,
 ) -> Restored | None:
@@ -298,7 +298,7 @@ def _publish_and_adopt(
     tensors: Replica,
     meter: Meter,
     starts: tuple[Start, ...],
-    peers: Alone,
+    peers: NoOtherHosts,
     life: Joined,
 ) -> Publisher:
     """Starts the background's tasks; returns the publisher of updates.
@@ -321,7 +321,9 @@ def _publish_and_adopt(
     return publisher
 
 
-def _load_views(host: Host, context: Context, peers: Alone) -> tuple[Replica, tuple[Start, ...]]:
+def _load_views(
+    host: Host, context: Context, peers: NoOtherHosts
+) -> tuple[Replica, tuple[Start, ...]]:
     """Loads the newest view of every fragment.
 
     Returns:
@@ -357,7 +359,7 @@ def _planner(
     host: Host,
     context: Context,
     starts: tuple[Start, ...],
-    peers: Alone,
+    peers: NoOtherHosts,
     saver: Saver | None,
 ) -> Planner:
     settings = context.settings

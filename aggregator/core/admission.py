@@ -70,7 +70,7 @@ def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, st
     return _wrong_shards(rules, manifest)
 
 
-class _FragmentCut(NamedTuple):
+class _OwnShards(NamedTuple):
     """The run's own division of a fragment into shards: slices and number of blocks of each."""
 
     slices: list[tuple[wire.Slice, ...]]
@@ -78,10 +78,10 @@ class _FragmentCut(NamedTuple):
 
 
 @lru_cache
-def _cut(size: int, block: int, shard_elements: int) -> _FragmentCut:
+def _cut(size: int, block: int, shard_elements: int) -> _OwnShards:
     """Returns the run's division of a fragment, which all single-device learners use; cached."""
     ranges = shard_ranges(size, block, shard_elements)
-    return _FragmentCut(
+    return _OwnShards(
         [slices.of_range(start, stop, block) for start, stop in ranges],
         [(stop - start) // block for start, stop in ranges],
     )

@@ -296,7 +296,7 @@ def _event(
                     return events.Failed(at_s, update, taken.reason, taken.detail)
             return events.Failed(at_s, update, "", "")
         case "broke":
-            return events.Broke(at_s, update)
+            return events.AdditionFailed(at_s, update)
         case "cut":
             return events.CutKnown(at_s, observation.seq)
         case "made":

@@ -100,7 +100,7 @@ class Failed(NamedTuple):
     detail: str
 
 
-class Broke(NamedTuple):
+class AdditionFailed(NamedTuple):
     """Event: adding an update to the sum failed for another reason than the update's bytes."""
 
     at_s: float
@@ -155,7 +155,18 @@ class Committed(NamedTuple):
 
 
 FromTape = Joined | Departed | Finished | Announced | Undecoded | Stopped | Changed | Quarantined
-Event = FromTape | Fetched | Failed | Broke | Liveness | Timer | Tick | CutKnown | Made | Committed
+Event = (
+    FromTape
+    | Fetched
+    | Failed
+    | AdditionFailed
+    | Liveness
+    | Timer
+    | Tick
+    | CutKnown
+    | Made
+    | Committed
+)
 
 
 class Fetch(NamedTuple):

@@ -272,7 +272,7 @@ def _on_failed(rules: FragmentRules, state: State, event: events.Failed) -> Resu
     return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
 
 
-def _on_broke(rules: FragmentRules, state: State, event: events.Broke) -> Result:
+def _on_addition_failed(rules: FragmentRules, state: State, event: events.AdditionFailed) -> Result:
     """Discards the round's sum, which the failed addition of an update has spoilt.
 
     All its updates are read and added again, the one whose addition failed last. The failure may
@@ -384,7 +384,7 @@ _HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
     events.Quarantined: _on_quarantined,
     events.Fetched: _on_fetched,
     events.Failed: _on_failed,
-    events.Broke: _on_broke,
+    events.AdditionFailed: _on_addition_failed,
     events.Liveness: _on_liveness,
     events.Timer: _on_timer,
     events.CutKnown: _on_cut_known,

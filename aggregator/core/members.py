@@ -61,8 +61,8 @@ class Member(NamedTuple):
     offences: int = 0
 
 
-class _Voice(NamedTuple):
-    """One member's contribution to each count in `_Chorus`; None and False: no contribution."""
+class _Contribution(NamedTuple):
+    """One member's contribution to the counts in `_FleetCounts`; None and False: none."""
 
     present: bool = False
     awaited: bool = False
@@ -73,17 +73,17 @@ class _Voice(NamedTuple):
     norm: float | None = None
 
 
-_ABSENT = _Voice()
+_ABSENT = _Contribution()
 
 
 class _Known(NamedTuple):
-    """A member, and the member's contribution to the counts in `_Chorus`."""
+    """A member, and the member's contribution to the counts in `_FleetCounts`."""
 
     member: Member
-    voice: _Voice
+    contribution: _Contribution
 
 
-class _Chorus(NamedTuple):
+class _FleetCounts(NamedTuple):
     """Counts over all members: tallies of names, and ranked values."""
 
     present: Tally[str] = Tally()
@@ -94,10 +94,10 @@ class _Chorus(NamedTuple):
     tokens_rates: Ranked = Ranked()
     norms: Ranked = Ranked()
 
-    def swap(self, name: str, old: _Voice, new: _Voice) -> "_Chorus":
+    def swap(self, name: str, old: _Contribution, new: _Contribution) -> "_FleetCounts":
         if old == new:
             return self
-        return _Chorus(
+        return _FleetCounts(
             _changed(self.present, name, old.present, new.present),
             _changed(self.awaited, name, old.awaited, new.awaited),
             _changed(self.unfinished, name, old.unfinished, new.unfinished),
@@ -120,7 +120,7 @@ class Members(Mapping[str, Member]):
             replaces `Member.norm`, which is from earlier rounds, in medians.
     """
 
-    __slots__ = ("_chorus", "_members", "_norms", "_shut_out")
+    __slots__ = ("_counts", "_members", "_norms", "_shut_out")
 
     def __init__(
         self,
@@ -130,34 +130,50 @@ class Members(Mapping[str, Member]):
     ) -> None:
         self._shut_out = shut_out
         self._norms = PersistentMap(norms)
-        known = {name: _Known(one, self._voice(name, one)) for name, one in members.items()}
+        known = {
+            name: _Known(one, self._contribution_of(name, one)) for name, one in members.items()
+        }
         self._members = PersistentMap(known)
-        present = {name: one.voice for name, one in known.items() if one.voice.present}
-        voices = present.values()
-        self._chorus = _Chorus(
+        present = {
+            name: one.contribution for name, one in known.items() if one.contribution.present
+        }
+        contributions = present.values()
+        self._counts = _FleetCounts(
             Tally(present),
-            Tally(name for name, voice in present.items() if voice.awaited),
-            Tally(name for name, voice in present.items() if voice.unfinished),
-            Ranked(voice.step_s for voice in voices if voice.step_s is not None),
-            Ranked(voice.rate for voice in voices if voice.rate is not None),
-            Ranked(voice.tokens_rate for voice in voices if voice.tokens_rate is not None),
-            Ranked(voice.norm for voice in voices if voice.norm is not None),
+            Tally(name for name, contribution in present.items() if contribution.awaited),
+            Tally(name for name, contribution in present.items() if contribution.unfinished),
+            Ranked(
+                contribution.step_s
+                for contribution in contributions
+                if contribution.step_s is not None
+            ),
+            Ranked(
+                contribution.rate for contribution in contributions if contribution.rate is not None
+            ),
+            Ranked(
+                contribution.tokens_rate
+                for contribution in contributions
+                if contribution.tokens_rate is not None
+            ),
+            Ranked(
+                contribution.norm for contribution in contributions if contribution.norm is not None
+            ),
         )
 
     def put(self, name: str, member: Member) -> "Members":
         """Returns the members with a learner's state replaced."""
-        known = _Known(member, self._voice(name, member))
-        chorus = self._chorus.swap(name, self._own(name), known.voice)
-        return self._made(self._members.put(name, known), self._norms, chorus)
+        known = _Known(member, self._contribution_of(name, member))
+        counts = self._counts.swap(name, self._own(name), known.contribution)
+        return self._made(self._members.put(name, known), self._norms, counts)
 
     def merged(self, name: str, norm: float) -> "Members":
         """Returns the members after the open round has merged an update with this norm per step."""
         norms, known = self._norms.put(name, norm), self._members.find(name)
-        if known is None or not known.voice.present:
-            return self._made(self._members, norms, self._chorus)
-        after = known._replace(voice=known.voice._replace(norm=_known(norm)))
-        chorus = self._chorus.swap(name, known.voice, after.voice)
-        return self._made(self._members.put(name, after), norms, chorus)
+        if known is None or not known.contribution.present:
+            return self._made(self._members, norms, self._counts)
+        after = known._replace(contribution=known.contribution._replace(norm=_known(norm)))
+        counts = self._counts.swap(name, known.contribution, after.contribution)
+        return self._made(self._members.put(name, after), norms, counts)
 
     def but(
         self,
@@ -175,7 +191,7 @@ class Members(Mapping[str, Member]):
     @property
     def present(self) -> Tally[str]:
         """The learners that are live and not quarantined, each counted once."""
-        return self._chorus.present
+        return self._counts.present
 
     @property
     def awaited(self) -> Tally[str]:
@@ -183,18 +199,18 @@ class Members(Mapping[str, Member]):
 
         Heartbeats alone do not count: a learner that sends nothing else would delay every round.
         """
-        return self._chorus.awaited
+        return self._counts.awaited
 
     @property
     def unfinished(self) -> Tally[str]:
         """The present learners that have not announced their last update."""
-        return self._chorus.unfinished
+        return self._counts.unfinished
 
     def usual_step_s(self) -> float:
         """Returns the lower median of the step times of present learners; 0 if none is known."""
         # A step time is a claim: if the slowest counted, one learner could stop the run. The lower
         # of two middle values, so the faster one's in a fleet of two.
-        return self._chorus.steps_s.lower_median() or 0.0
+        return self._counts.steps_s.lower_median() or 0.0
 
     def fastest_step_s(self) -> float:
         """Returns the least step time that present learners report, at least half the usual one.
@@ -204,7 +220,7 @@ class Members(Mapping[str, Member]):
         # With the median, faster learners would wait for a round with each update. With the least
         # claim alone, a claim near 0 would remove all pace, and rounds of one learner would race;
         # with the bound one learner can at most halve the interval.
-        return max(self._chorus.steps_s.least() or 0.0, self.usual_step_s() / 2)
+        return max(self._counts.steps_s.least() or 0.0, self.usual_step_s() / 2)
 
     def others_rate(self, name: str) -> float | None:
         """Returns the upper median of the steps per second of present learners other than `name`.
@@ -212,15 +228,15 @@ class Members(Mapping[str, Member]):
         A learner's rate is the claimed average or the measured one, whichever is higher. None if
         fewer than `LEAST_OTHERS` other learners have a rate.
         """
-        return self._chorus.rates.upper_median(self._own(name).rate, LEAST_OTHERS)
+        return self._counts.rates.upper_median(self._own(name).rate, LEAST_OTHERS)
 
     def others_tokens_rate(self, name: str) -> float | None:
         """Returns, as `others_rate`, the upper median of steps per second x (tokens per step)^2."""
-        return self._chorus.tokens_rates.upper_median(self._own(name).tokens_rate, LEAST_OTHERS)
+        return self._counts.tokens_rates.upper_median(self._own(name).tokens_rate, LEAST_OTHERS)
 
     def others_norm(self, name: str) -> float | None:
         """Returns, as `others_rate`, the upper median of `Member.norm`, or of newer norms."""
-        return self._chorus.norms.upper_median(self._own(name).norm, LEAST_OTHERS)
+        return self._counts.norms.upper_median(self._own(name).norm, LEAST_OTHERS)
 
     def unordered(self) -> Iterator[Member]:
         """Yields the members' states in any order, which is faster."""
@@ -242,11 +258,11 @@ class Members(Mapping[str, Member]):
         """Yields the learners' names, in the order of first joins."""
         return iter(self._members)
 
-    def _own(self, name: str) -> _Voice:
+    def _own(self, name: str) -> _Contribution:
         known = self._members.find(name)
-        return _ABSENT if known is None else known.voice
+        return _ABSENT if known is None else known.contribution
 
-    def _voice(self, name: str, member: Member) -> _Voice:
+    def _contribution_of(self, name: str, member: Member) -> _Contribution:
         if not member.live or name in self._shut_out:
             return _ABSENT
         rate = min(1 / member.step_time_s, GREATEST) if member.step_time_s > 1 / GREATEST else 0.0
@@ -255,7 +271,7 @@ class Members(Mapping[str, Member]):
         rate = max(rate, member.speed)
         tokens_rate = rate * min(member.tokens_per_step, GREATEST) ** 2
         norm = self._norms.find(name)
-        return _Voice(
+        return _Contribution(
             present=True,
             awaited=member.missed < PATIENCE,
             unfinished=not member.final,
@@ -266,10 +282,13 @@ class Members(Mapping[str, Member]):
         )
 
     def _made(
-        self, members: PersistentMap[str, _Known], norms: PersistentMap[str, float], chorus: _Chorus
+        self,
+        members: PersistentMap[str, _Known],
+        norms: PersistentMap[str, float],
+        counts: _FleetCounts,
     ) -> "Members":
         made = object.__new__(Members)
-        made._members, made._norms, made._chorus = members, norms, chorus
+        made._members, made._norms, made._counts = members, norms, counts
         made._shut_out = self._shut_out
         return made
 
@@ -283,7 +302,7 @@ def _changed(names: Tally[str], name: str, before: bool, after: bool) -> Tally[s
     return names if before == after else names.more(name, 1 if after else -1)
 
 
-class Hearing:
+class LastHeard:
     """When an aggregator received signs of life from each learner, for all fragments.
 
     Heartbeats, joins and updates are signs of life. Times are in seconds by the aggregator's clock.

@@ -151,7 +151,7 @@ def policy_after(state: State) -> wire.PolicyState:
 
 def _credits(state: State) -> tuple[wire.Credit, ...]:
     """Returns the credits of the updates without a verdict, which the next owner reads again."""
-    unresolved = dict(state.credits) if not has_met_all(state) else {}
+    unresolved = dict(state.credits) if not has_caught_up(state) else {}
     unresolved |= {update: pending.credit for update, pending in state.pending.items()}
     return tuple(
         wire.Credit(**update._asdict(), **credit._asdict()) for update, credit in unresolved.items()
@@ -165,7 +165,7 @@ def position(state: State) -> int:
     return min(waiting, default=state.seen_seq + 1)
 
 
-def has_met_all(state: State) -> bool:
+def has_caught_up(state: State) -> bool:
     """True if the machine has read the tape as far as the previous owner's machine had."""
     return state.seen_seq >= state.known_seq
 

@@ -259,8 +259,8 @@ def _has_everybody(state: State) -> bool:
     """True if all present learners have announced an update for the round."""
     # Including those that rounds do not wait for: else one learner that outlasts the others would
     # count as everybody.
-    present, voices = state.members.present, state.voices
-    return len(present) <= len(voices) and all(learner in voices for learner in present)
+    present, announced_by = state.members.present, state.announced_by
+    return len(present) <= len(announced_by) and all(learner in announced_by for learner in present)
 
 
 def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
@@ -274,7 +274,7 @@ def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
     quorum = least if rules.lockstep else formulas.effective_quorum(rules.quorum, there)
     if rules.robust:
         quorum = max(quorum, formulas.robust_quorum(there, state.version))
-    reached = len(state.voices) >= quorum
+    reached = len(state.announced_by) >= quorum
     if state.phase == "open" and reached:
         reached_at_s = max(state.opened_at_s, now_s)
         waited_s = formulas.elapsed_s(state.opened_at_s, reached_at_s)
@@ -324,7 +324,7 @@ def _advance_to_end(rules: FragmentRules, state: State, now_s: float) -> Result:
     """
     # Messages that this tenure has not read again yet may have updates that need a verdict
     # (invariant 2).
-    if state.pending or not memory.has_met_all(state) or state.storing is not None:
+    if state.pending or not memory.has_caught_up(state) or state.storing is not None:
         return state, ()
     awaited = state.members.unfinished
     if not awaited:
@@ -343,5 +343,5 @@ def _refuse_late(state: State) -> State:
     )
     rejected = Resolved((*state.rejected, *late))
     return state._replace(
-        pending=WaitingUpdates(), rejected=rejected, voices=state.admitted.senders
+        pending=WaitingUpdates(), rejected=rejected, announced_by=state.admitted.senders
     )

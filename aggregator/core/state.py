@@ -148,7 +148,7 @@ class State(NamedTuple):
     rejected: Resolved[RejectedUpdate] = Resolved()
     observations: tuple[wire.Observation, ...] = ()
     # The number of each learner's updates that belong to the round, read or not, until it is cut.
-    voices: Tally[str] = Tally()
+    announced_by: Tally[str] = Tally()
     # The end of the round, once its time is up.
     cut: Cut | None = None
     # The record that is being published; the next record begins once this one is committed.
@@ -215,7 +215,7 @@ def awaiting(state: State) -> State:
         )
         pending = pending.put(update_id(one.manifest), again)
     members = state.members.but(norms={})
-    # `voices` counts an update in the same way, whether merged or waiting.
+    # `announced_by` counts an update in the same way, whether merged or waiting.
     return state._replace(admitted=MergedUpdates(), pending=pending, members=members)
 
 
@@ -227,7 +227,7 @@ def with_admitted(state: State, update: UpdateId, admitted: Admitted) -> State:
         pending=state.pending.drop(update),
         admitted=state.admitted.plus(admitted),
         members=state.members.merged(learner, admitted.norm_per_step),
-        voices=state.voices.more(learner) if passed else state.voices,
+        announced_by=state.announced_by.more(learner) if passed else state.announced_by,
     )
 
 
@@ -237,7 +237,7 @@ def with_round_of(state: State, other: State) -> State:
     return state._replace(
         admitted=other.admitted,
         pending=other.pending,
-        voices=other.voices,
+        announced_by=other.announced_by,
         members=state.members.but(norms=norms),
     )
 
@@ -245,7 +245,7 @@ def with_round_of(state: State, other: State) -> State:
 def without_round(state: State) -> State:
     """Returns the state without merged and rejected updates, which a record has."""
     return state._replace(
-        admitted=MergedUpdates(), rejected=Resolved(), voices=state.pending.awaited_from
+        admitted=MergedUpdates(), rejected=Resolved(), announced_by=state.pending.awaited_from
     )
 
 
@@ -290,8 +290,8 @@ def without_pending(state: State, update: UpdateId) -> State:
 def _with_waiting(state: State, update: UpdateId, pending: WaitingUpdates) -> State:
     learner = update.learner
     by = pending.awaited_from.of(learner) - state.pending.awaited_from.of(learner)
-    voices = state.voices.more(learner, by) if by else state.voices
-    return state._replace(pending=pending, voices=voices)
+    announced_by = state.announced_by.more(learner, by) if by else state.announced_by
+    return state._replace(pending=pending, announced_by=announced_by)
 
 
 def with_quarantined(state: State, quarantined: frozenset[str]) -> State:

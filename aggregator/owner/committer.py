@@ -275,7 +275,7 @@ async def commit_record(context: Context, record: wire.Record, base_id: str = ""
 SAMPLE_S = 1.0
 
 
-class Samples:
+class IgnoredMessages:
     """Counts messages that are no valid update of a fragment, and logs a sample of each reason."""
 
     def __init__(self, context: Context, fragment: int, logger: log.Logger) -> None:
@@ -324,7 +324,7 @@ class Committer:
         context: the aggregator's context.
         newest: the fragment's newest record.
         arrays: the fragment's arrays.
-        samples: publishes copies of rejections for operators.
+        ignored: publishes copies of rejections for operators.
         answer: called with the event for the machine once a record is committed.
         tasks: runs the commits; fails with `SwapLostError` if another record is committed instead.
         on_snapshot: called when a version is committed whose view and outer state are stored.
@@ -339,7 +339,7 @@ class Committer:
         context: Context,
         newest: wire.Record,
         arrays: FragmentArrays,
-        samples: Samples,
+        ignored: IgnoredMessages,
         answer: Callable[[events.Committed], Awaitable[None]],
         tasks: Tasks,
         on_snapshot: Callable[[], None],
@@ -348,7 +348,7 @@ class Committer:
         self.newest = newest
         self._context = context
         self._arrays = arrays
-        self._samples = samples
+        self._ignored = ignored
         self._answer = answer
         self._tasks = tasks
         self._on_snapshot = on_snapshot
@@ -393,7 +393,7 @@ class Committer:
         if record.what == "version" and record.snapshot_version == record.version:
             self._on_snapshot()
         for one in record.rejected:
-            await self._samples.show(one.learner, one.incarnation, one.seq, one.reason, one.detail)
+            await self._ignored.show(one.learner, one.incarnation, one.seq, one.reason, one.detail)
 
     async def _draft(
         self, rules: FragmentRules, commit: Commit, version: Version | None

@@ -161,7 +161,7 @@ class Collector:
         context, began_s = self._context, self._context.runtime.clock()
         state = self._state()
         # While a record is being stored, no record on the tape names its inputs yet.
-        if state is None or state.storing is not None or not memory.has_met_all(state):
+        if state is None or state.storing is not None or not memory.has_caught_up(state):
             return  # It may know an incarnation, but not yet all updates of the one before.
         fleet = fleet_of(state)
         found = await self._list()

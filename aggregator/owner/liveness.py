@@ -20,7 +20,7 @@ from collections.abc import Collection
 from diloco.aggregator.compare_and_swap import swap
 from diloco.aggregator.context import Context
 from diloco.aggregator.core import events
-from diloco.aggregator.core.members import Hearing
+from diloco.aggregator.core.members import LastHeard
 from diloco.aggregator.owner.owner import FragmentOwner
 from diloco.aggregator.owner.tenure import Tenure
 from diloco.common.process import metrics, release
@@ -55,13 +55,13 @@ class LivenessWatch:
         owners: the owners of this process's fragments, as a view that stays current.
 
     Attributes:
-        hearing: when this process received which learner's signs of life.
+        last_heard: when this process received which learner's signs of life.
     """
 
     def __init__(self, context: Context, owners: Collection[FragmentOwner]) -> None:
         self._context = context
         self._owners = owners
-        self.hearing = Hearing(context.runtime.clock())
+        self.last_heard = LastHeard(context.runtime.clock())
 
     def _live_s(self) -> float:
         """Returns the seconds of silence after which no owner's settings call a learner live."""
@@ -89,12 +89,12 @@ class LivenessWatch:
             if beat.state == "failed":
                 continue  # The last heartbeat of a life that has failed is no sign of life.
             now_s = context.runtime.clock()
-            self.hearing.beat(beat.learner, beat.incarnation, now_s, self._live_s())
+            self.last_heard.beat(beat.learner, beat.incarnation, now_s, self._live_s())
 
     async def _compare(self) -> None:
         while True:
             self._context.health.turned()
-            self._context.metrics.set(metrics.HEARD_AT, self.hearing.newest_s)
+            self._context.metrics.set(metrics.HEARD_AT, self.last_heard.newest_s)
             await asyncio.sleep(min(1.0, self._live_s() / 4))
             for owner in self._owners:
                 if owner.tenure is not None:
@@ -104,7 +104,7 @@ class LivenessWatch:
         now_s = self._context.runtime.clock()
         timeout_s = tenure.rules.quorum.liveness_timeout_s
         for name, member in tenure.state.members.items():
-            live = self.hearing.is_live(tenure.fragment, name, member, now_s, timeout_s)
+            live = self.last_heard.is_live(tenure.fragment, name, member, now_s, timeout_s)
             if live != member.live and not member.left:
                 tenure.tell(events.Liveness(now_s, name, member.incarnation, live))
 
@@ -114,12 +114,12 @@ class Expiry:
 
     Args:
         context: the aggregator's context.
-        hearing: when this process received which learner's signs of life.
+        last_heard: when this process received which learner's signs of life.
     """
 
-    def __init__(self, context: Context, hearing: Hearing) -> None:
+    def __init__(self, context: Context, last_heard: LastHeard) -> None:
         self._context = context
-        self._hearing = hearing
+        self._last_heard = last_heard
         self._holdings = Holdings(declared_sizes(context.settings))
         self._moved = asyncio.Event()
         # By learner: the newest join by an aggregator, and when this process saw it first.
@@ -145,7 +145,7 @@ class Expiry:
             await asyncio.sleep(max(0.1, min(1.0, expiry_s / 4)))
             for learner in self._holdings.holders():
                 life = self._holdings.newest_life(learner)
-                if expiry_s and self._hearing.silent_s(learner, life) >= expiry_s:
+                if expiry_s and self._last_heard.silent_s(learner, life) >= expiry_s:
                     await context.runtime.retry(
                         "ending a silent life",
                         lambda learner=learner: self._expire(learner),  # type: ignore[misc]

@@ -14,8 +14,8 @@ from functools import partial
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.state import State
-from diloco.aggregator.leases import Everything, Leases
-from diloco.aggregator.owner.committer import Samples
+from diloco.aggregator.leases import Leases, NoLeases
+from diloco.aggregator.owner.committer import IgnoredMessages
 from diloco.aggregator.owner.garbage_collector import Collector, ShardListing
 from diloco.aggregator.owner.recovery import recover
 from diloco.aggregator.owner.tenure import Tenure
@@ -45,7 +45,7 @@ class FragmentOwner:
         self,
         context: Context,
         fragment: int,
-        leases: Leases | Everything,
+        leases: Leases | NoLeases,
         shards: ShardListing,
     ) -> None:
         self.tenure: Tenure | None = None
@@ -53,7 +53,7 @@ class FragmentOwner:
         self.fragment = fragment
         self._leases = leases
         self._logger = context.logger.bind(fragment=fragment)
-        self._samples = Samples(context, fragment, self._logger)
+        self._ignored = IgnoredMessages(context, fragment, self._logger)
         self._collector = Collector(context, fragment, self._state, shards)
 
     async def own(self) -> bool:
@@ -100,7 +100,7 @@ class FragmentOwner:
             took_s=round(runtime.clock() - began_s, 3),
         )
         others_may = partial(self._leases.others_may_serve, self.fragment)
-        return Tenure(context, recovered, self._samples, self._collector.wake, others_may)
+        return Tenure(context, recovered, self._ignored, self._collector.wake, others_may)
 
 
 class Owners:
@@ -114,7 +114,7 @@ class Owners:
         damaged: the fragments that this process refuses, with the error that is the reason.
     """
 
-    def __init__(self, context: Context, leases: Leases | Everything) -> None:
+    def __init__(self, context: Context, leases: Leases | NoLeases) -> None:
         self._context = context
         self._leases = leases
         self._shards = ShardListing()

@@ -28,7 +28,7 @@ from diloco.aggregator.core.events import (
 from diloco.aggregator.core.state import Quarantine
 from diloco.aggregator.core.updates import UpdateId, update_id
 from diloco.aggregator.core.weights_and_discounts import FragmentRules
-from diloco.aggregator.owner.committer import Committer, Samples
+from diloco.aggregator.owner.committer import Committer, IgnoredMessages
 from diloco.aggregator.owner.download_and_verify import UpdateFetcher
 from diloco.aggregator.owner.quarantine_messages import quarantine
 from diloco.aggregator.owner.recovery import Recovered
@@ -196,7 +196,7 @@ class Tenure:
     Args:
         context: the aggregator's context.
         recovered: the fragment as of its newest record.
-        samples: counts and logs messages that are no valid update.
+        ignored: counts and logs messages that are no valid update.
         on_snapshot: called when a version is committed whose view and outer state are stored.
         others_may: returns True if another live aggregator may own the fragment.
 
@@ -210,7 +210,7 @@ class Tenure:
         self,
         context: Context,
         recovered: Recovered,
-        samples: Samples,
+        ignored: IgnoredMessages,
         on_snapshot: Callable[[], None],
         others_may: Callable[[], bool],
     ) -> None:
@@ -222,7 +222,7 @@ class Tenure:
         self.fragment = record.fragment
         self.rules = self._rules(recovered.settings)
         self._arrays = recovered.arrays
-        self._samples = samples
+        self._ignored = ignored
         self._logger = context.logger.bind(fragment=self.fragment)
         self._queue: asyncio.Queue[Item] = asyncio.Queue(QUEUE)
         self._undecoded_bytes = 0
@@ -239,7 +239,7 @@ class Tenure:
             context,
             record,
             recovered.arrays,
-            samples,
+            ignored,
             self._put,
             self._tasks,
             on_snapshot,
@@ -302,7 +302,7 @@ class Tenure:
                 event = decode_message(context, self.fragment, message)
             except WireError as error:
                 event = None
-                await self._samples.take(message.subject, error.reason, error.message)
+                await self._ignored.take(message.subject, error.reason, error.message)
             if isinstance(event, TapeUpdate):
                 await self._await_room(len(event.message.payload))
             if event is not None:
@@ -370,7 +370,7 @@ class Tenure:
                 raise stored.why
             return decode_event(stored.message, self.fragment) or stored.event
         except WireError as error:
-            await self._samples.take(stored.message.subject, error.reason, error.message)
+            await self._ignored.take(stored.message.subject, error.reason, error.message)
             return stored.event
 
     def _check_ours(self) -> None:
@@ -409,7 +409,9 @@ class Tenure:
             self._check_additions(error)
             self.state = before
             await asyncio.sleep(BROKEN_PAUSE_S)
-            await self._take(events.Broke(self._context.runtime.clock(), error.update), None)
+            await self._take(
+                events.AdditionFailed(self._context.runtime.clock(), error.update), None
+            )
         if isinstance(event, events.Committed):
             self._check_ours()
 
@@ -443,7 +445,7 @@ class Tenure:
                 await self._merge(payload, effect)
             case Ignored():
                 subject = names.update(self._context.run, effect.learner, self.fragment)
-                await self._samples.take(subject, effect.reason, effect.detail)
+                await self._ignored.take(subject, effect.reason, effect.detail)
             case Commit():
                 made = await self._committer.begin(self.rules, effect)
                 if made is not None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from diloco.common.process.config.environment import keras_on_jax
 from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.learner.task import Batch, Evaluated, Params, Variables, kind
-from diloco.models.modules import Opening, newest, task_of
+from diloco.models.modules import NetworkOptions, newest, task_of
 
 keras_on_jax()
 try:
@@ -59,7 +59,7 @@ class Keras:
     """A Keras model as functions of its variables; implements `Network`.
 
     Args:
-        opening: the options; `opening.make()` returns a Keras model that is built.
+        options: the options; `options.make()` returns a Keras model that is built.
 
     Raises:
         TaskError: `make` returns no built model, two of its variables have the same path, or a
@@ -67,16 +67,16 @@ class Keras:
         ConfigError: Keras has another backend than JAX.
     """
 
-    def __init__(self, opening: Opening) -> None:
-        self._opening, self._model = opening, _made(opening.make, opening.seed)
+    def __init__(self, options: NetworkOptions) -> None:
+        self._options, self._model = options, _made(options.make, options.seed)
         weights = {one.path: one.value for one in self._model.weights}
         could = {one.path for one in self._model.trainable_weights}
-        opening.chosen.check(could)
+        options.chosen.check(could)
         # Seeds, and the metrics of a compiled model: not part of the run.
         self._beside = {
             one.path: one.value for one in self._model.variables if one.path not in weights
         }
-        self._trained = {name: weights[name] for name in could if opening.chosen(name)}
+        self._trained = {name: weights[name] for name in could if options.chosen(name)}
         self._others = {name: weights[name] for name in weights if name not in self._trained}
         self._means = self._changed()
 
@@ -86,7 +86,7 @@ class Keras:
 
         def look(values: dict[str, Any]) -> None:
             call = _Call(self._model, values, training=True)
-            self._opening.measured(call, self._opening.batch)
+            self._options.measured(call, self._options.batch)
             found.update(name for name in self._others if call.values[name] is not values[name])
 
         jax.eval_shape(look, self._trained | self._others | self._beside)
@@ -115,7 +115,7 @@ class Keras:
         for part in variables:
             values |= part or {}
         call = _Call(self._model, values, training=key is not None)
-        found = self._opening.measured(call, batch)
+        found = self._options.measured(call, batch)
         loss = found.loss if key is None else found.loss + call.penalty
         state = {name: call.values[name] for name in self._means}
         return Evaluated(loss, found.metrics, state or None)

@@ -172,7 +172,7 @@ def _folders(data: Data, vocab: int | None, length: int, seed: int, rows: int) -
     return _Sides(folders.train(seed), folders.held_out(rows), folders.end)
 
 
-class Opening(NamedTuple):
+class NetworkOptions(NamedTuple):
     """The options that a library's `Network` is made from.
 
     Attributes:
@@ -329,7 +329,7 @@ def newest(run: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
     return found
 
 
-def task_of(library: str, opened: Callable[[Opening], Network], logits: Logits) -> Any:
+def task_of(library: str, opened: Callable[[NetworkOptions], Network], logits: Logits) -> Any:
     """Returns the function `build` of a library's tasks, for `task.build`.
 
     Args:
@@ -398,7 +398,9 @@ def task_of(library: str, opened: Callable[[Opening], Network], logits: Logits) 
             sides = _folders(data, vocab, length, seed, batch * eval_batches)
         measured = function_of(loss) if loss else _next_token(logits, sides.end)
         chosen = Chosen(trained, frozen)
-        network = opened(Opening(function_of(module), seed, chosen, measured, sides.held_out[0]))
+        network = opened(
+            NetworkOptions(function_of(module), seed, chosen, measured, sides.held_out[0])
+        )
         read = GrainData(sides.train, batch=batch, seed=seed, shares=shares, workers=workers)
         choice = _OptimizerChoice(optimizer, steps, learning_rate)
         task = _around(network, sides, read, averaged, batch * (1 if own else length), choice)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from diloco.common.protocol.errors import ConfigError, TaskError
 from diloco.learner.task import Batch, Evaluated, Params, Variables, kind
-from diloco.models.modules import Opening, newest, task_of
+from diloco.models.modules import NetworkOptions, newest, task_of
 
 try:
     from flax import nnx
@@ -29,21 +29,21 @@ class Nnx:
     """A module of flax.nnx as functions of its variables; implements `Network`.
 
     Args:
-        opening: the options; `opening.make` takes `nnx.Rngs` and returns the module.
+        options: the options; `options.make` takes `nnx.Rngs` and returns the module.
 
     Raises:
         TaskError: `make` returns no module, or a pattern fits no parameter.
     """
 
-    def __init__(self, opening: Opening) -> None:
-        self._opening = opening
-        shapes = nnx.eval_shape(lambda: self._made(jax.random.key(opening.seed)))
-        opening.chosen.check(_by_path(nnx.state(shapes, nnx.Param)))
+    def __init__(self, options: NetworkOptions) -> None:
+        self._options = options
+        shapes = nnx.eval_shape(lambda: self._made(jax.random.key(options.seed)))
+        options.chosen.check(_by_path(nnx.state(shapes, nnx.Param)))
         self._graph, *_, state, self._streams = self._split(shapes)
         self._state = _by_path(state)
 
     def _made(self, key: jax.Array) -> Any:
-        module = self._opening.make(nnx.Rngs(key))
+        module = self._options.make(nnx.Rngs(key))
         if not isinstance(module, nnx.Module):
             raise TaskError(
                 f"the option module must make a flax.nnx.Module, but it made {kind(module)}",
@@ -56,7 +56,7 @@ class Nnx:
         nnx.pop(module, nnx.Intermediate)
 
         def is_trained(path: tuple[Any, ...], value: Any) -> bool:
-            return issubclass(_type(value), nnx.Param) and self._opening.chosen(_name(path))
+            return issubclass(_type(value), nnx.Param) and self._options.chosen(_name(path))
 
         graph, *parts = nnx.split(module, is_trained, nnx.Param, nnx.RngState, ...)
         trained, frozen, streams, state = parts
@@ -72,7 +72,7 @@ class Nnx:
 
     def load_frozen(self) -> Params:
         """Returns the frozen parameters as `make` makes them on this machine; None: none."""
-        return self.init(jax.random.key(self._opening.seed)).frozen
+        return self.init(jax.random.key(self._options.seed)).frozen
 
     def measure(self, variables: Variables, batch: Batch, key: jax.Array | None) -> Evaluated:
         """Returns a batch's loss, metrics and new state.
@@ -86,7 +86,7 @@ class Nnx:
         parts = (nnx.State(part or {}) for part in variables)
         module = nnx.merge(self._graph, *parts, streams)
         (module.eval if key is None else module.train)()
-        found = self._opening.measured(module, batch)
+        found = self._options.measured(module, batch)
         *_, state, _ = self._split(module)
         return found._replace(state=nnx.to_pure_dict(state) or None)
 

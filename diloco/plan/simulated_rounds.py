@@ -221,7 +221,7 @@ class _PlannedOwner(VirtualFragment):
         possible = 0.0
         for learner in self.learners:
             learner.feed()
-            learner.let_go(kept=True)
+            learner.count_tokens(kept=True)
             possible += learner.work.at(self.timeline.now_s)[1]
         self.found.kept = self.sent / self.trained if self.trained else 1.0
         self.found.utilization = min(1.0, self.trained / possible) if possible else 1.0
@@ -380,10 +380,10 @@ class _Learner:
 
     def _die(self) -> None:
         self.feed()
-        self.let_go(kept=False)
+        self.count_tokens(kept=False)
         self.state = None
 
-    def let_go(self, *, kept: bool) -> None:
+    def count_tokens(self, *, kept: bool) -> None:
         """Adds the tokens of the present incarnation to the owner's totals.
 
         Args:

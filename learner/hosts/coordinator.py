@@ -1,6 +1,6 @@
 """Host 0 of a learner of several hosts: the connections to the other hosts (the workers).
 
-`Coordinator` has the interface of `background.Alone`, which is used for a learner of one host.
+`Coordinator` has the interface of `background.NoOtherHosts`, which a learner of one host uses.
 Coroutines run on the background's event loop.
 
 Each call of `prepare` makes an attempt with a new number: workers answer with that number, so that
@@ -25,7 +25,7 @@ from diloco.common.protocol.errors import (
     WireError,
 )
 from diloco.common.storage.catchup import Change
-from diloco.learner.background import Alone, Preparation
+from diloco.learner.background import NoOtherHosts, Preparation
 from diloco.learner.core.handover import Boundary
 from diloco.learner.hosts.messages import (
     MEET_S,
@@ -178,7 +178,7 @@ class _Attempt(Preparation):
         self._coordinator.write(Drop(attempt=self._number))
 
 
-class Coordinator(Alone):
+class Coordinator(NoOtherHosts):
     """The other hosts of a learner (the workers), to which host 0 sends messages.
 
     Args:

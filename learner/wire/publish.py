@@ -20,7 +20,7 @@ from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.layout import Fragment
 from diloco.common.storage.tape import publish_once
-from diloco.learner.background import Alone, Context, longest_round_s
+from diloco.learner.background import Context, NoOtherHosts, longest_round_s
 from diloco.learner.core.events import (
     Published,
     Republish,
@@ -212,7 +212,7 @@ class Publisher:
     """
 
     def __init__(
-        self, context: Context, post: Post, uploader: Uploader, peers: Alone, life: Joined
+        self, context: Context, post: Post, uploader: Uploader, peers: NoOtherHosts, life: Joined
     ) -> None:
         self._context = context
         self._post = post
@@ -296,7 +296,7 @@ class Publisher:
         stored_at_s = context.runtime.clock()
         await self._announce(manifest)
         context.traffic.updates_sent += 1
-        context.answers.covered(send.fragment, send.steps, context.settings, context.logger)
+        context.record_watch.covered(send.fragment, send.steps, context.settings, context.logger)
         context.logger.info(
             "sent",
             fragment=send.fragment,
@@ -326,7 +326,7 @@ class Publisher:
             context = self._context
             longest_s = longest_round_s(context.settings, manifest.step_time_s)
             now_s = context.runtime.clock()
-            context.answers.look(now_s, longest_s, context.health, context.logger)
+            context.record_watch.look(now_s, longest_s, context.health, context.logger)
 
     async def beat(self, state: Callable[[], wire.Heartbeat], every_s: float) -> None:
         """Sends a heartbeat every `every_s` seconds; never returns.
@@ -375,5 +375,5 @@ class Publisher:
         async with self._announcing[manifest.fragment]:
             await _publish(self._context, subject, manifest)
         now_s = self._context.runtime.clock()
-        self._context.answers.announced(now_s)
+        self._context.record_watch.announced(now_s)
         self._post(Published(now_s, manifest.fragment, manifest.seq))

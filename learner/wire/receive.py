@@ -28,7 +28,7 @@ from diloco.common.storage.bus import Message
 from diloco.common.storage.catchup import Adopted, Change, FetchMove, UnfetchedRecord, next_move
 from diloco.common.storage.tape import decode_as, get_object, parse_changed, read_record
 from diloco.common.storage.views import Loaded, assemble_view, load_view
-from diloco.learner.background import Alone, Context
+from diloco.learner.background import Context, NoOtherHosts
 from diloco.learner.core.events import (
     Changed,
     End,
@@ -207,7 +207,7 @@ class Receiver:
         context: Context,
         post: Post,
         fetcher: VersionFetcher,
-        peers: Alone,
+        peers: NoOtherHosts,
         starts: Sequence[Start],
         incarnation: int,
     ) -> None:
@@ -277,7 +277,7 @@ class Receiver:
 
     async def _read(self, message: Message) -> UnfetchedRecord:
         context = self._context
-        context.answers.heard(context.health, context.logger)
+        context.record_watch.heard(context.health, context.logger)
         # The server's clock may differ by hours: the fastest message shows by how much.
         self._ahead_s = min(self._ahead_s, context.runtime.clock() - message.time_s)
         made_at_s = message.time_s + self._ahead_s
@@ -502,7 +502,7 @@ def _pass_on(context: Context, post: Post, message: Message) -> None:
                 context.logger.warning("unreadable", subject=message.subject, reason=error.reason)
                 return
             context.logger.info("settings", settings_seq=message.seq)
-            context.answers.interval_steps = settings.sync.interval_steps
+            context.record_watch.interval_steps = settings.sync.interval_steps
             rules = sync_rules(settings.sync, context.layout, paused=settings.run.paused)
             post(Changed(rules))
 

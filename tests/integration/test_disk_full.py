@@ -18,7 +18,7 @@ from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import StreamLimits, jetstream
 from diloco.common.storage.store import MemoryStore
 from diloco.judge import doctor
-from diloco.learner.background import Alone, Context
+from diloco.learner.background import Context, NoOtherHosts
 from diloco.learner.synchronizer import Meter
 from diloco.learner.wire.incarnation import Joined
 from diloco.learner.wire.publish import Publisher, Uploader
@@ -52,7 +52,11 @@ async def scenario(server: NatsServer, disk: Path) -> None:
     meter = Meter("island", context.traffic)
     uploader = Uploader(context, tensors=None)  # nothing is sent but heartbeats
     publisher = Publisher(
-        context, lambda _event, _payload=None: None, uploader, Alone(), Joined(1, frozenset())
+        context,
+        lambda _event, _payload=None: None,
+        uploader,
+        NoOtherHosts(),
+        Joined(1, frozenset()),
     )
     with structlog.testing.capture_logs() as logged:
 

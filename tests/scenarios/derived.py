@@ -15,7 +15,7 @@ def check_derived(state: State) -> None:
     _check_members(state)
     _check_updates(state)
     each = [one.manifest.learner for one in (*state.admitted, *_awaited(state))]
-    assert dict(state.voices) == Counter(each)
+    assert dict(state.announced_by) == Counter(each)
     assert has_unread(state) == bool(unread(state))
     for life in state.marks:
         assert life[1] in state.marks.lives(life[0])

@@ -154,7 +154,7 @@ class History:
             return
         update = self.fetching.pop(self.rng.randrange(len(self.fetching)))
         if self.rng.random() < odds_of_failure / 2:
-            self.step(events.Broke(self.now_s, update))
+            self.step(events.AdditionFailed(self.now_s, update))
         elif self.rng.random() < odds_of_failure:
             self.step(events.Failed(self.now_s, update, "crc32c", "wrong bytes"))
         else:

@@ -19,8 +19,8 @@ from diloco.common.process.config import check_same_run, parse_settings
 from diloco.common.protocol.errors import ExpiredError, SupersededError
 from diloco.common.storage.data_share_allocation import Holding
 from diloco.common.storage.tape import load_specification
-from diloco.learner.background import Alone
 from diloco.learner.background import Context as LearnerContext
+from diloco.learner.background import NoOtherHosts
 from diloco.learner.core import sync
 from diloco.learner.core.events import (
     Adopt,
@@ -163,7 +163,7 @@ class SimLearner:
 
     async def _live(self, actor: Actor, background: SimBackground, context: LearnerContext) -> None:
         """Run one life, in the order of `diloco.learner.leading_host`."""
-        world, tensors, peers = self.world, self.world.tensors, Alone()
+        world, tensors, peers = self.world, self.world.tensors, NoOtherHosts()
         actor.starting = True
         specification = await load_specification(actor.bus, world.run_name)
         theirs = parse_settings(specification.settings)

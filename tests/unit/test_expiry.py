@@ -8,7 +8,7 @@ from runlab import RUN, Lab
 from test_dashboard import beat
 
 from diloco.aggregator.context import Context
-from diloco.aggregator.core.members import Hearing
+from diloco.aggregator.core.members import LastHeard
 from diloco.aggregator.owner.liveness import Expiry, LivenessWatch, reached_before
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
@@ -43,7 +43,7 @@ def test_what_the_silent_still_send_is_rejected_and_their_shares_are_free(run_as
     async def scenario() -> None:
         lab = Lab(fragments=2)
         await lab.create()
-        hearing = Hearing(0.0)
+        last_heard = LastHeard(0.0)
         async with lab.aggregating():
             for learner in ("a", "b"):
                 await lab.join(learner)
@@ -52,13 +52,13 @@ def test_what_the_silent_still_send_is_rejected_and_their_shares_are_free(run_as
             await claim(lab, "b", "claim", 2)
             await lab.send("a", 0)
             late = lab.upload("a", 1)
-            hearing.beat("a", lab.lives["a"], 1.0, 2.0)
-            watching = asyncio.ensure_future(Expiry(lab.context, hearing).watch())
+            last_heard.beat("a", lab.lives["a"], 1.0, 2.0)
+            watching = asyncio.ensure_future(Expiry(lab.context, last_heard).watch())
             # Nobody is heard: it is the bus that is silent, and nobody's life is ended.
             await asyncio.sleep(0.2)
             assert len(await claims(lab, "a")) == 2
             for now_s in range(2, 700):
-                hearing.beat("b", lab.lives["b"], float(now_s), 2.0)
+                last_heard.beat("b", lab.lives["b"], float(now_s), 2.0)
 
             async def ended() -> bool:
                 return len(await claims(lab, "a")) == 3
@@ -124,7 +124,7 @@ def test_work_of_earlier_tapes_is_not_lost(run_async):
         await claim(lab, "a", "begin")
         sent = lab.upload("a").model_copy(update={"position": 508})
         await lab.bus.publish(names.update(RUN, "a", 0), wire.encode(sent))
-        expiry = Expiry(context, Hearing(0.0))
+        expiry = Expiry(context, LastHeard(0.0))
         (begin,) = await claims(lab, "a")
         expiry._holdings.take(begin, lab.lives["a"] + 1)
         with contextlib.suppress(TimeoutError):
@@ -159,15 +159,15 @@ def test_heartbeats_of_a_superseded_life_keep_no_shares(run_async):
     async def scenario() -> None:
         lab = Lab()
         await lab.create()
-        hearing = Hearing(0.0)
+        last_heard = LastHeard(0.0)
         older = await lab.join("a")
         for share, learner in enumerate(("a", "b")):
             await lab.join(learner)
             await claim(lab, learner, "begin")
             await claim(lab, learner, "claim", share)
-        watching = asyncio.ensure_future(Expiry(lab.context, hearing).watch())
+        watching = asyncio.ensure_future(Expiry(lab.context, last_heard).watch())
         for now_s in range(700):
-            hearing.beat("a", older, float(now_s), 2.0)
+            last_heard.beat("a", older, float(now_s), 2.0)
 
         async def ended() -> bool:
             return len(await claims(lab, "b")) == 3
@@ -187,16 +187,16 @@ def test_the_last_word_of_a_life_that_has_failed_is_no_sign_of_life(run_async):
         lives = {name: await lab.join(name) for name in ("a", "b")}
         watch = LivenessWatch(lab.context, ())
         watching = asyncio.ensure_future(watch.watch())
-        began_s = watch.hearing.newest_s
+        began_s = watch.last_heard.newest_s
 
         async def heard() -> bool:
             await beat(lab, "a", lives["a"], state="failed")
             await beat(lab, "b", lives["b"])
-            return watch.hearing.newest_s > began_s
+            return watch.last_heard.newest_s > began_s
 
         await lab.until(heard, "heartbeats are read")
         await beat(lab, "b", lives["b"])
-        assert [*watch.hearing._heard_at_s] == ["b"]
+        assert [*watch.last_heard._heard_at_s] == ["b"]
         await cancel(watching)
 
     run_async(scenario())
@@ -214,7 +214,7 @@ def test_the_lives_of_a_tape_that_came_in_its_place_are_not_an_aggregators_to_en
 
         async def expire_by(context: Context) -> int:
             """Messages that it adds."""
-            expiry = Expiry(context, Hearing(0.0))
+            expiry = Expiry(context, LastHeard(0.0))
             expiry._holdings.take(begin, life + 1)
             before = await lab.bus.last_sequence(context.tape)
             with contextlib.suppress(TimeoutError):
@@ -241,10 +241,10 @@ def test_a_life_that_an_aggregator_has_begun_to_end_is_left_to_it_until_it_has_d
         # An aggregator has died between its join, in b's name, and the end.
         word = wire.Join(run=RUN, learner="b", layout=context.layout.digest, host="aggregator x")
         await lab.bus.publish(names.join(RUN, "b"), wire.encode(word), msg_id=f"{EXPIRY}1")
-        hearing = Hearing(0.0)
+        last_heard = LastHeard(0.0)
         for now_s in range(700):
-            hearing.beat("c", 1, float(now_s), 2.0)
-        watching = [asyncio.ensure_future(Expiry(context, hearing).watch()) for _ in range(3)]
+            last_heard.beat("c", 1, float(now_s), 2.0)
+        watching = [asyncio.ensure_future(Expiry(context, last_heard).watch()) for _ in range(3)]
 
         async def ended() -> bool:
             return all([len(await claims(lab, learner)) == 3 for learner in ("a", "b")])

@@ -7,7 +7,7 @@ from runlab import Lab
 from structlog.testing import capture_logs
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.leases import Everything
+from diloco.aggregator.leases import NoLeases
 from diloco.aggregator.owner import download_and_verify, tenure
 from diloco.common.protocol.errors import ObjectUnreadableError
 from diloco.common.protocol.reasons import is_offence
@@ -142,8 +142,8 @@ def test_a_sum_that_breaks_is_made_again_without_the_one_that_breaks_it(monkeypa
 def test_an_addition_that_fails_once_costs_neither_its_sender_nor_the_aggregator(monkeypatch):
     """As where memory is short for a moment, now and then; another aggregator might take over."""
     refused, merged, failed = [], [], []
-    monkeypatch.setattr(Everything, "others_may_serve", lambda self, fragment: True)
-    monkeypatch.setattr(Everything, "refuse", lambda self, fragment: refused.append(fragment))
+    monkeypatch.setattr(NoLeases, "others_may_serve", lambda self, fragment: True)
+    monkeypatch.setattr(NoLeases, "refuse", lambda self, fragment: refused.append(fragment))
     merge = FragmentArrays.merge
 
     def short_once(self, payload, admitted):

@@ -15,7 +15,7 @@ from diloco.common.protocol.errors import BusUnavailableError, StoreUnavailableE
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import MemoryBus, StreamLimits
 from diloco.common.storage.store import MemoryStore
-from diloco.learner.background import Alone, Context
+from diloco.learner.background import Context, NoOtherHosts
 from diloco.learner.core.events import (
     Republish,
     Send,
@@ -63,7 +63,7 @@ async def make_publisher(bus):
     context = make_context(bus)
     uploader = Uploader(context, Replica(context.settings.sync, LAYOUT, LIKE, VIEWS))
     life = await join(context, "here")
-    return Publisher(context, lambda event, payload=None: None, uploader, Alone(), life)
+    return Publisher(context, lambda event, payload=None: None, uploader, NoOtherHosts(), life)
 
 
 def outgoing(seq, fragment=0):

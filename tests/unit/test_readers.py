@@ -26,8 +26,8 @@ from diloco.common.storage.bus import MemoryBus, Message
 from diloco.common.storage.catchup import Adopted, UnfetchedRecord, next_move
 from diloco.common.storage.tape import records_of
 from diloco.common.storage.views import load_view
-from diloco.learner.background import Alone
 from diloco.learner.background import Context as LearnerContext
+from diloco.learner.background import NoOtherHosts
 from diloco.learner.core.events import (
     Event,
     Ready,
@@ -371,7 +371,7 @@ class Followed:
     def _begin(self, replica: Replica, starts: list[Start]) -> None:
         self.replica, self.starts = replica, starts
         fetcher, life = VersionFetcher(self.context, replica), self.incarnation
-        self.receiver = Receiver(self.context, self.post, fetcher, Alone(), starts, life)
+        self.receiver = Receiver(self.context, self.post, fetcher, NoOtherHosts(), starts, life)
 
     def post(self, event: Event, payload: Decoded = NOTHING) -> None:
         if isinstance(event, Ready):

@@ -24,7 +24,13 @@ from diloco.models.decoders.families import (
     Family,
 )
 from diloco.models.decoders.image_text import TEXT_FAMILIES, ImageText, text_part
-from diloco.models.decoders.layer_kinds import FULL, SLIDING, Experts, Unlike, said_of_unlike
+from diloco.models.decoders.layer_kinds import (
+    FULL,
+    SLIDING,
+    Experts,
+    LayerDifferences,
+    said_of_differences,
+)
 from diloco.models.decoders.rope import KINDS, Rope
 
 if TYPE_CHECKING:
@@ -70,7 +76,7 @@ class DecoderConfig:
         fed_width: width P of per-layer embeddings; 0: the model has none.
         fed_vocab: rows of the table of per-layer embeddings.
         dense: numbers of a mixture's layers that have an MLP in place of experts.
-        unlike: further differences between layers; None: there are none.
+        layer_differences: further differences between layers; None: there are none.
         image_text: properties of the image-and-text checkpoint whose text model this decoder is;
             None: it is of no such checkpoint.
         tower: the vision tower; None: it is not among the parameters.
@@ -108,7 +114,7 @@ class DecoderConfig:
     fed_width: int = 0
     fed_vocab: int = 0
     dense: tuple[int, ...] = ()
-    unlike: Unlike | None = None
+    layer_differences: LayerDifferences | None = None
     image_text: ImageText | None = None
     tower: "Tower | None" = None
     positions: int = 0
@@ -211,7 +217,7 @@ class _Parser:
         rope, local_rope = self._ropes()
         sliding, window = self._sliding(layers)
         experts = self._experts()
-        unlike = self._unlike(sliding, kv_heads)
+        layer_differences = self._layer_differences(sliding, kv_heads)
         fed_width = self._natural("hidden_size_per_layer_input")
         scalar = self._number("query_pre_attn_scalar", head_width)
         return DecoderConfig(
@@ -243,7 +249,7 @@ class _Parser:
             dense=self._dense(layers),
             fed_width=fed_width,
             fed_vocab=self._fed_vocab() if fed_width else 0,
-            unlike=unlike,
+            layer_differences=layer_differences,
             positions=int(self._document.get("max_position_embeddings", 0)),
             tokens=tuple((k, v) for k, v in self._document.items() if k.endswith("_token_id")),
         )
@@ -342,7 +348,9 @@ class _Parser:
             )
         return tuple(dense)
 
-    def _unlike(self, sliding: tuple[bool, ...], kv_heads: int) -> Unlike | None:
+    def _layer_differences(
+        self, sliding: tuple[bool, ...], kv_heads: int
+    ) -> LayerDifferences | None:
         """Returns the differences between layers; None: the family's layers do not differ so.
 
         Args:
@@ -365,7 +373,7 @@ class _Parser:
         keys_are_values = bool(self._value("attention_k_eq_v"))
         width, own_heads = self._of_full_layers(sliding, kv_heads, keys_are_values)
         widths = 2 if self._value("use_double_wide_mlp") else 1
-        return Unlike(
+        return LayerDifferences(
             full_head_width=width,
             full_kv_heads=own_heads,
             full_keys_are_values=keys_are_values,
@@ -523,8 +531,8 @@ def _said(config: DecoderConfig) -> dict[str, Any]:
         said["rope_local_base_freq"] = config.local_rope.theta
         parameters = {FULL: config.rope.parameters(), SLIDING: config.local_rope.parameters()}
         said["rope_parameters"] = parameters
-    if config.unlike is not None:
-        said |= said_of_unlike(config, config.unlike)
+    if config.layer_differences is not None:
+        said |= said_of_differences(config, config.layer_differences)
     if config.experts is not None and files.experts is not None:
         said[files.experts.chosen] = config.experts.chosen
         said["norm_topk_prob"] = config.experts.normed

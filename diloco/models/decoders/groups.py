@@ -70,7 +70,7 @@ def groups_of(config: DecoderConfig) -> dict[str, Group]:
     for name in dict.fromkeys(names):
         numbers = tuple(number for number, each in enumerate(names) if each == name)
         own = _own_config(config, name, numbers)
-        shared = 0 if config.unlike is None else config.unlike.shared
+        shared = 0 if config.layer_differences is None else config.layer_differences.shared
         found[name] = Group(name, own, numbers, keeps=shared > 0 and not own.takes_keys)
     return found
 
@@ -81,19 +81,21 @@ def stages_of(config: DecoderConfig) -> tuple[Stage, ...]:
     The second stage has the layers that use keys and values of layers in the first.
     """
     names = _names(config)
-    first = len(names) - (0 if config.unlike is None else config.unlike.shared)
+    first = len(names) - (
+        0 if config.layer_differences is None else config.layer_differences.shared
+    )
     return tuple(_stage(part) for part in (names[:first], names[first:]) if part)
 
 
 def _names(config: DecoderConfig) -> tuple[str, ...]:
     """Returns the name of the group of each layer of a decoder."""
-    if config.unlike is None and not config.dense:
+    if config.layer_differences is None and not config.dense:
         return ("",) * config.layers
-    if config.unlike is None:
+    if config.layer_differences is None:
         return tuple(
             DENSE if number in config.dense else "mixed" for number in range(config.layers)
         )
-    first = config.layers - config.unlike.shared
+    first = config.layers - config.layer_differences.shared
     return tuple(
         ("sliding" if slides else "full") + (_SHARED if number >= first else "")
         for number, slides in enumerate(config.sliding)
@@ -112,22 +114,24 @@ def _stage(names: tuple[str, ...]) -> Stage:
 
 
 def _own_config(config: DecoderConfig, name: str, numbers: tuple[int, ...]) -> DecoderConfig:
-    unlike = config.unlike
+    layer_differences = config.layer_differences
     sliding = tuple(config.sliding[number] for number in numbers)
-    own = dataclasses.replace(config, unlike=None, dense=(), sliding=sliding)
+    own = dataclasses.replace(config, layer_differences=None, dense=(), sliding=sliding)
     if name == DENSE:
         own = dataclasses.replace(own, experts=None)
-    if unlike is None:
+    if layer_differences is None:
         return own
     if not own.sliding[0]:
         own = dataclasses.replace(
             own,
-            head_width=unlike.full_head_width,
-            kv_heads=unlike.full_kv_heads,
-            keys_are_values=unlike.full_keys_are_values,
+            head_width=layer_differences.full_head_width,
+            kv_heads=layer_differences.full_kv_heads,
+            keys_are_values=layer_differences.full_keys_are_values,
         )
     if name.endswith(_SHARED):
-        own = dataclasses.replace(own, takes_keys=True, mlp_width=unlike.shared_mlp_width)
+        own = dataclasses.replace(
+            own, takes_keys=True, mlp_width=layer_differences.shared_mlp_width
+        )
     return own
 
 

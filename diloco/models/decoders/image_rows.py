@@ -15,7 +15,7 @@ import numpy as np
 from diloco.common.protocol.errors import TaskError
 from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.token_windows import TokenWindows
-from diloco.models.decoders.vision import ImageOptions, Pictured, tokens_of_image
+from diloco.models.decoders.vision import ImageOptions, ImageTextBatch, tokens_of_image
 
 NEEDED = ("input_ids",)
 # `labels` are the tokens, and IGNORED where a token is not trained on.
@@ -30,8 +30,8 @@ LEAST_PIXEL, LARGEST_PIXEL = -0.5, 1.5
 class ImageRows:
     """Rows of text with images: a source of examples for grain.
 
-    Each example is a `Pictured` without the axis B. Reading an example raises a TaskError if its
-    file is damaged or does not fit the model.
+    Each example is an `ImageTextBatch` without the axis B. Reading an example raises a TaskError if
+    its file is damaged or does not fit the model.
 
     Args:
         paths: the files, one for each row.
@@ -51,7 +51,7 @@ class ImageRows:
     def __len__(self) -> int:
         return len(self._paths)
 
-    def __getitem__(self, index: int) -> Pictured:
+    def __getitem__(self, index: int) -> ImageTextBatch:
         path = self._paths[index]
         arrays = _arrays(path)
         window = self._window(path, arrays)
@@ -64,7 +64,7 @@ class ImageRows:
                 f" are of {tokens}",
                 "save what the model's own processor gives for text and images together",
             )
-        return Pictured(window, patches, positions)
+        return ImageTextBatch(window, patches, positions)
 
     def _window(self, path: Path, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the row's tokens, padded, int32 [L + 1]; ~t is a token t not trained on."""
@@ -168,7 +168,7 @@ class ImageRows:
 
 
 class TextRows:
-    """Windows of text as `Pictured` rows without images: a source of examples for grain.
+    """Windows of text as `ImageTextBatch` rows without images: a source of examples for grain.
 
     Args:
         windows: windows of text.
@@ -182,8 +182,8 @@ class TextRows:
     def __len__(self) -> int:
         return len(self._windows)
 
-    def __getitem__(self, index: int) -> Pictured:
-        return Pictured(self._windows[index], *self._none)
+    def __getitem__(self, index: int) -> ImageTextBatch:
+        return ImageTextBatch(self._windows[index], *self._none)
 
 
 def no_images(images: ImageOptions, width: int) -> tuple[np.ndarray, np.ndarray]:

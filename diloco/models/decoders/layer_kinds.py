@@ -31,7 +31,7 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Unlike:
+class LayerDifferences:
     """The differences between a decoder's layers (Gemma 4).
 
     Layers are of two kinds: sliding layers have a sliding window, full layers have none.
@@ -53,12 +53,14 @@ class Unlike:
     shared_mlp_width: int
 
 
-def said_of_unlike(config: "DecoderConfig", unlike: Unlike) -> dict[str, Any]:
+def said_of_differences(
+    config: "DecoderConfig", layer_differences: LayerDifferences
+) -> dict[str, Any]:
     """Returns the entries of `config.json` that describe how a decoder's layers differ."""
-    heads, width = unlike.full_kv_heads, unlike.full_head_width
+    heads, width = layer_differences.full_kv_heads, layer_differences.full_head_width
     full, near = config.rope.parameters(), config.local_rope.parameters()
     own: dict[str, Any] = {}
-    if unlike.full_keys_are_values:
+    if layer_differences.full_keys_are_values:
         own["num_global_key_value_heads"] = heads
     elif heads != config.kv_heads:
         wide = {"head_dim": width, "num_key_value_heads": heads}
@@ -68,9 +70,9 @@ def said_of_unlike(config: "DecoderConfig", unlike: Unlike) -> dict[str, Any]:
         **own,
         "rope_parameters": {FULL: full, SLIDING: near},
         "global_head_dim": width,
-        "attention_k_eq_v": unlike.full_keys_are_values,
-        "num_kv_shared_layers": unlike.shared,
-        "use_double_wide_mlp": unlike.shared_mlp_width != config.mlp_width,
+        "attention_k_eq_v": layer_differences.full_keys_are_values,
+        "num_kv_shared_layers": layer_differences.shared,
+        "use_double_wide_mlp": layer_differences.shared_mlp_width != config.mlp_width,
         "hidden_size_per_layer_input": config.fed_width,
         "vocab_size_per_layer_input": config.fed_vocab or config.vocab,
         "enable_moe_block": config.experts is not None,

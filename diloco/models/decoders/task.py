@@ -76,7 +76,7 @@ from diloco.models.decoders.tensors import (
 from diloco.models.decoders.tokens import Data, TokenFolders
 from diloco.models.decoders.vision import (
     ImageOptions,
-    Pictured,
+    ImageTextBatch,
     check_images,
     soft_tokens,
     with_tower,
@@ -455,7 +455,7 @@ class LossSums(NamedTuple):
 
 
 def _windows_of(batch: Batch) -> Any:
-    return batch.windows if isinstance(batch, Pictured) else batch
+    return batch.windows if isinstance(batch, ImageTextBatch) else batch
 
 
 def learned_of(windows_BxL1: Any, end: int | None) -> jax.Array:
@@ -492,13 +492,13 @@ def loss_sums(
         config: the decoder's configuration.
         params: the decoder's parameters.
         batch: windows, int[B, L + 1], in which ~t is a token t that is not trained on; or
-            `Pictured`, windows with images.
+            `ImageTextBatch`, windows with images.
         compute: options of the computation.
         end: the token that ends a document; None: each row is one document.
         beside: the arguments of `model.forward` for adapters.
     """
     windows_BxL1, images = _windows_of(batch), None
-    if isinstance(batch, Pictured):
+    if isinstance(batch, ImageTextBatch):
         images = soft_tokens(config, params, batch, compute)
     ids_BxL1, learned_BxL = tokens_of(windows_BxL1), learned_of(windows_BxL1, end)
     tokens_BxL, targets_BxL = ids_BxL1[:, :-1], ids_BxL1[:, 1:]

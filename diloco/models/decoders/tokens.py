@@ -95,7 +95,7 @@ class TokenFolders:
     def train(self, seed: int) -> "grain.MapDataset[Any]":
         """Returns the training rows as a dataset of one epoch.
 
-        A row is a window int32 [L + 1]; with `images`, a `Pictured` without the axis B.
+        A row is a window int32 [L + 1]; with `images`, an `ImageTextBatch` without the axis B.
 
         Args:
             seed: seed by which the rows of each of several folders are shuffled.

@@ -105,7 +105,7 @@ class Tower:
     clipped: bool
 
 
-class Pictured(NamedTuple):
+class ImageTextBatch(NamedTuple):
     """Rows of text with images.
 
     Attributes:
@@ -173,7 +173,7 @@ def _parse(vision: dict[str, Any], source: str) -> Tower:
     }
     blocks = parse_config(layers, source=f"{source}: vision_config")
     return Tower(
-        blocks=dataclasses.replace(blocks, unlike=None, scaled_layers=False),
+        blocks=dataclasses.replace(blocks, layer_differences=None, scaled_layers=False),
         rope=Rope(float(theta)),
         patch_width=3 * said["patch_size"] ** 2,
         places=said["position_embedding_size"],
@@ -214,7 +214,7 @@ def tokens_of_image(tower: Tower, positions_Px2: np.ndarray) -> int | None:
 
 
 def soft_tokens(
-    config: DecoderConfig, params: Params, rows: Pictured, compute: Compute
+    config: DecoderConfig, params: Params, rows: ImageTextBatch, compute: Compute
 ) -> SoftTokens:
     """Runs the vision tower on the images of some rows; returns their tokens' embeddings.
 

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from diloco.common.process import log
 from diloco.common.process.config import RunSettings
 from diloco.common.process.health import Health
-from diloco.learner.background import TROUBLE, Answers
+from diloco.learner.background import TROUBLE, RecordWatch
 
 SETTINGS = RunSettings(run={"name": "quick", "steps": 60}, sync={"interval_steps": 8})
 
 
 def told(updates, changed=0):
     """Returns the answers to updates, each (fragment, steps)."""
-    answers = Answers(interval_steps=changed)
+    answers = RecordWatch(interval_steps=changed)
     with structlog.testing.capture_logs() as lines:
         for fragment, steps in updates:
             answers.covered(fragment, steps, SETTINGS, log.get())
@@ -51,7 +51,7 @@ happening = st.tuples(st.sampled_from(["announced", "again", "again", "heard"]),
 
 @given(st.lists(happening, max_size=40))
 def test_a_learner_says_that_no_record_follows_its_updates_for_longer_than_a_round(happenings):
-    answers, health, now_s = Answers(), Health(), 1000.0
+    answers, health, now_s = RecordWatch(), Health(), 1000.0
     first_s, troubled = None, False
     for what, passes_s in happenings:
         now_s += passes_s
