@@ -359,7 +359,7 @@ def test_a_lease_that_is_heard_again_is_not_the_newest_again(run_async):
     run_async(scenario())
 
 
-class TakenOver(leases.Everything):
+class TakenOver(leases.NoLeases):
     """Leases that another aggregator has by the time that an owner asks for them."""
 
     def __init__(self, context) -> None:

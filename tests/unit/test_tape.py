@@ -279,14 +279,14 @@ def test_an_aggregator_does_not_take_anothers_heartbeat_for_a_sign_of_life(lab):
     async def speak() -> None:
         listening = asyncio.ensure_future(watch.watch())
         beat = EXAMPLES[wire.Heartbeat].model_copy(update={"learner": "a"})
-        while not watch.hearing._heard_at_s:
+        while not watch.last_heard._heard_at_s:
             await lab.bus.publish(names.heartbeat(RUN, "b"), wire.encode(beat))
             await lab.bus.publish(names.heartbeat(RUN, "a"), wire.encode(beat))
             await asyncio.sleep(0.001)
         await cancel(listening)
 
     run(speak)
-    assert watch.hearing._heard_at_s.keys() == {"a"}
+    assert watch.last_heard._heard_at_s.keys() == {"a"}
     assert b'diloco_aggregator_ignored_total{reason="sender"}' in lab.context.metrics.exposition()
 
 
