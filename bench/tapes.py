@@ -453,11 +453,11 @@ def measure(folder: Path, commands: list[str], more: list[str]) -> None:
 
 def index(versions: int) -> None:
     """Print the memory that history and bundle take to index such a run, without its messages."""
-    from diloco.common.storage.bundle.reader import Log
+    from diloco.common.storage.bundle.reader import StreamIndex
     from diloco.run.spool import Spool, Spooled, Times
 
     learners = 3
-    began_mib, log_, times_s, spool = resident_mib(), Log(), Times(), Spool()
+    began_mib, log_, times_s, spool = resident_mib(), StreamIndex(), Times(), Spool()
     entries = [Spooled[int](spool, lambda at, _: at) for _ in range(2)]
     whose, sizes, places = array("i"), array("i"), array("i")
     for seq in range(1, versions * (learners + 1) + 1):

@@ -41,7 +41,7 @@ def messages_in(path: Path) -> list[Message]:
     """The tape of a bundle."""
     bundle = open_bundle(path)
     try:
-        return [bundle.message(at) for at in bundle.tape.ats]
+        return [bundle.message(at) for at in bundle.tape.offsets]
     finally:
         bundle.close()
 

@@ -39,7 +39,7 @@ from diloco.common.protocol.errors import (
     WireError,
 )
 from diloco.common.protocol.reasons import Reason
-from diloco.common.storage.store import Keeps
+from diloco.common.storage.store import ProtectsObjects
 
 if TYPE_CHECKING:
     from diloco.aggregator.arrays.arithmetic import Arithmetic
@@ -347,7 +347,7 @@ class UpdateFetcher:
 
     def _read_and_keep(self, store: Limited, manifest: wire.Manifest) -> "Payload":
         """Reads and verifies an update; first protects its shards from deletion by their sender."""
-        if isinstance(self._context.store, Keeps):
+        if isinstance(self._context.store, ProtectsObjects):
             for shard in manifest.shards:
                 self._context.store.keep(shard.name, shard.size_bytes)
         return read_payload(

@@ -134,7 +134,7 @@ class Expiry:
         async for message in context.bus.read(context.tape, [names.claim(context.run, "*")], 1):
             try:
                 claim = decode_as(wire.Claim, message.subject, message.payload)
-                self._holdings.take(claim, message.seq)
+                self._holdings.apply_claim(claim, message.seq)
             except WireError as error:
                 context.logger.warning("unreadable", subject=message.subject, reason=error.reason)
             self._moved.set()

@@ -123,7 +123,7 @@ class Holdings:
     _given_up: list[int] = field(default_factory=list)
     _learners: dict[str, _LearnerHoldings] = field(default_factory=dict)
 
-    def take(self, claim: wire.Claim, seq: int) -> bool:
+    def apply_claim(self, claim: wire.Claim, seq: int) -> bool:
         """Applies the next claim of the tape, at sequence `seq`; returns False if it is void."""
         # A life's number is the sequence of its join, which comes before its claims; a life with a
         # higher number could not be ended. A life of an earlier tape knows nothing of this one.

@@ -75,7 +75,7 @@ async def _restore(bundle: Bundle, place: Config, *, objects: bool) -> int:
         if objects:
             url, emulator = place.store.url, place.store.emulator
             put_objects(bundle, open_store(url, emulator=emulator, create=True))
-        messages = map(bundle.message, bundle.tape.ats)
+        messages = map(bundle.message, bundle.tape.offsets)
         count = await bus.restore(stream, subjects, tape_limits(section), messages)
         await make_streams(bus, run, section)
     finally:

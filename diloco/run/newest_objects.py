@@ -161,7 +161,7 @@ def deleted(store: ObjectStore, run: str) -> Iterator[Finding]:
     if not isinstance(store, DirectoryStore):
         return
     gone: dict[str, list[str]] = defaultdict(list)
-    for name in store.copies(f"{run}/"):
+    for name in store.protected_only(f"{run}/"):
         sent = names.parse_shard(run, name)
         gone[f"learner {sent.learner}" if sent is not None else "store"].append(name)
     for about, found in sorted(gone.items()):

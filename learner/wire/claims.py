@@ -184,7 +184,7 @@ class Claims(GrantedShares):
         async for message in context.bus.read(context.tape, subjects, 1):
             try:
                 claim = decode_as(wire.Claim, message.subject, message.payload)
-                self._holdings.take(claim, message.seq)
+                self._holdings.apply_claim(claim, message.seq)
             except WireError as error:
                 # Every reader ignores it.
                 context.logger.warning("unreadable", subject=message.subject, reason=error.reason)

@@ -182,7 +182,7 @@ class ActorStore:
         return data
 
     def keep(self, name: str, _limit_bytes: int) -> None:
-        """Keeps an object, as `Keeps.keep` does."""
+        """Keeps an object, as `ProtectsObjects.keep` does."""
         self._reach()
         self._inner.kept.add(name)
 

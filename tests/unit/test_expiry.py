@@ -126,7 +126,7 @@ def test_work_of_earlier_tapes_is_not_lost(run_async):
         await lab.bus.publish(names.update(RUN, "a", 0), wire.encode(sent))
         expiry = Expiry(context, LastHeard(0.0))
         (begin,) = await claims(lab, "a")
-        expiry._holdings.take(begin, lab.lives["a"] + 1)
+        expiry._holdings.apply_claim(begin, lab.lives["a"] + 1)
         with contextlib.suppress(TimeoutError):
             # It would wait for its own word, which nobody reads to it here.
             await asyncio.wait_for(expiry._expire("a"), 0.5)
@@ -215,7 +215,7 @@ def test_the_lives_of_a_tape_that_came_in_its_place_are_not_an_aggregators_to_en
         async def expire_by(context: Context) -> int:
             """Messages that it adds."""
             expiry = Expiry(context, LastHeard(0.0))
-            expiry._holdings.take(begin, life + 1)
+            expiry._holdings.apply_claim(begin, life + 1)
             before = await lab.bus.last_sequence(context.tape)
             with contextlib.suppress(TimeoutError):
                 # It would wait for its own word, which nobody reads to it here.

@@ -32,17 +32,17 @@ def word(learner: str, life: int, what: str, position: int = 0, share: int = 0, 
 
 def test_a_share_belongs_to_the_first_who_claims_it():
     held = Holdings()
-    assert held.take(word("a", 1, "begin"), SEQ)
-    assert held.take(word("b", 2, "begin"), SEQ)
-    assert held.take(word("a", 1, "claim", share=1), SEQ)
-    assert not held.take(word("b", 2, "claim", share=1), SEQ)
+    assert held.apply_claim(word("a", 1, "begin"), SEQ)
+    assert held.apply_claim(word("b", 2, "begin"), SEQ)
+    assert held.apply_claim(word("a", 1, "claim", share=1), SEQ)
+    assert not held.apply_claim(word("b", 2, "claim", share=1), SEQ)
     # From its beginning only: who skips some would leave them to nobody.
-    assert not held.take(word("b", 2, "claim", share=0, first=1), SEQ)
-    assert held.take(word("b", 2, "claim", share=0), SEQ)
+    assert not held.apply_claim(word("b", 2, "claim", share=0, first=1), SEQ)
+    assert held.apply_claim(word("b", 2, "claim", share=0), SEQ)
     # None of the next epoch before all of this one are given out.
-    assert not held.take(word("a", 1, "claim", position=4, share=3), SEQ)
-    assert held.take(word("a", 1, "claim", position=4, share=2), SEQ)
-    assert held.take(word("a", 1, "claim", position=8, share=3), SEQ)
+    assert not held.apply_claim(word("a", 1, "claim", position=4, share=3), SEQ)
+    assert held.apply_claim(word("a", 1, "claim", position=4, share=2), SEQ)
+    assert held.apply_claim(word("a", 1, "claim", position=8, share=3), SEQ)
     assert held.of("a") == (Holding(1, 0, 0), Holding(2, 0, 4), Holding(3, 0, 8))
     assert held.holders() == ("a", "b")
 
@@ -51,9 +51,9 @@ def test_what_the_run_declares_no_first_claim_changes():
     run = {"name": "r", "steps": 1, "data_shares": SIZES.shares, "share_batches": SIZES.batches}
     held = Holdings(declared_sizes(parse_settings({"run": run})))
     lie = {"shares": 1 << 62, "batches": 1}
-    assert not held.take(word("x", 1, "begin").model_copy(update=lie), SEQ)
-    assert held.take(word("a", 1, "begin"), SEQ)
-    assert held.take(word("a", 1, "claim", share=1), SEQ)
+    assert not held.apply_claim(word("x", 1, "begin").model_copy(update=lie), SEQ)
+    assert held.apply_claim(word("a", 1, "begin"), SEQ)
+    assert held.apply_claim(word("a", 1, "claim", share=1), SEQ)
     del run["data_shares"], run["share_batches"]
     assert declared_sizes(parse_settings({"run": run})) is None
     with pytest.raises(ConfigError, match="say together"):
@@ -65,99 +65,101 @@ def test_who_has_outlived_its_tape_moves_nothing_on_the_next():
     held = Holdings(SIZES)
     seq = first_sequence(1) + 20
     life = first_sequence(1) + 10
-    assert not held.take(word("a", 9, "end", position=25), seq)
-    assert held.take(word("a", life, "begin", position=4), seq + 1)
+    assert not held.apply_claim(word("a", 9, "end", position=25), seq)
+    assert held.apply_claim(word("a", life, "begin", position=4), seq + 1)
     assert held.next_position("a") == 0
-    assert held.take(word("a", life, "claim", position=4), seq + 2)
+    assert held.apply_claim(word("a", life, "claim", position=4), seq + 2)
 
 
 def test_an_end_frees_what_lies_behind_its_position():
     held = Holdings()
     for learner, life in (("a", 1), ("b", 2)):
-        held.take(word(learner, life, "begin"), SEQ)
-    held.take(word("a", 1, "claim", share=0), SEQ)
-    held.take(word("a", 1, "claim", position=4, share=1), SEQ)
-    assert held.take(word("a", 1, "end", position=6), SEQ)
+        held.apply_claim(word(learner, life, "begin"), SEQ)
+    held.apply_claim(word("a", 1, "claim", share=0), SEQ)
+    held.apply_claim(word("a", 1, "claim", position=4, share=1), SEQ)
+    assert held.apply_claim(word("a", 1, "end", position=6), SEQ)
     assert held.of("a") == ()
     assert held.holders() == ()
     assert held.is_over("a", 1)
     assert held.next_position("a") == 6
     assert held.partial == {1: 2}
-    assert not held.take(word("b", 2, "claim", share=1), SEQ)  # from its third batch only
-    assert held.take(word("b", 2, "claim", share=1, first=2), SEQ)
+    assert not held.apply_claim(word("b", 2, "claim", share=1), SEQ)  # from its third batch only
+    assert held.apply_claim(word("b", 2, "claim", share=1, first=2), SEQ)
     assert end_of(SIZES, held.of("b")[-1]) == 2
     # The share before it is at its end, and nobody's any more.
-    assert not held.take(word("b", 2, "claim", position=2, share=0), SEQ)
-    held.take(word("a", 7, "begin"), SEQ)
-    assert not held.take(word("a", 7, "claim", position=5, share=2), SEQ)
-    assert held.take(word("a", 7, "claim", position=6, share=2), SEQ)
+    assert not held.apply_claim(word("b", 2, "claim", position=2, share=0), SEQ)
+    held.apply_claim(word("a", 7, "begin"), SEQ)
+    assert not held.apply_claim(word("a", 7, "claim", position=5, share=2), SEQ)
+    assert held.apply_claim(word("a", 7, "claim", position=6, share=2), SEQ)
 
 
 def test_who_has_said_its_end_claims_nothing_more():
     """Its next life would wait for ever: it begins before what was claimed behind the end."""
     held = Holdings()
-    held.take(word("a", 1, "begin"), SEQ)
-    held.take(word("a", 1, "claim", share=0), SEQ)
+    held.apply_claim(word("a", 1, "begin"), SEQ)
+    held.apply_claim(word("a", 1, "claim", share=0), SEQ)
     assert not held.is_over("a", 1)
-    held.take(word("a", 1, "end", position=2), SEQ)
+    held.apply_claim(word("a", 1, "end", position=2), SEQ)
     assert held.is_over("a", 1)
-    assert not held.take(word("a", 1, "claim", position=4, share=0, first=2), SEQ)
+    assert not held.apply_claim(word("a", 1, "claim", position=4, share=0, first=2), SEQ)
     assert not held.is_over("a", 7)
-    held.take(word("a", 7, "begin"), SEQ)
-    assert held.take(word("a", 7, "claim", position=2, share=0, first=2), SEQ)
+    held.apply_claim(word("a", 7, "begin"), SEQ)
+    assert held.apply_claim(word("a", 7, "claim", position=2, share=0, first=2), SEQ)
     assert held.of("a") == (Holding(0, 2, 2),)
 
 
 def test_a_share_that_is_given_up_twice_goes_on_where_the_second_one_ended():
     held = Holdings()
     for learner, life, first in (("a", 1, 0), ("b", 2, 1)):
-        held.take(word(learner, life, "begin"), SEQ)
-        assert held.take(word(learner, life, "claim", position=10, share=0, first=first), SEQ)
-        held.take(word(learner, life, "end", position=11), SEQ)
+        held.apply_claim(word(learner, life, "begin"), SEQ)
+        assert held.apply_claim(
+            word(learner, life, "claim", position=10, share=0, first=first), SEQ
+        )
+        held.apply_claim(word(learner, life, "end", position=11), SEQ)
     assert held.partial == {0: 2}
 
 
 def test_words_of_an_earlier_life_are_void():
     held = Holdings()
-    held.take(word("a", 1, "begin"), SEQ)
-    held.take(word("a", 1, "claim", share=0), SEQ)
-    assert not held.take(word("a", 7, "claim", position=4, share=1), SEQ)  # it has not begun
-    assert held.take(word("a", 7, "begin"), SEQ)
-    assert not held.take(word("a", 1, "end", position=1), SEQ)
-    assert not held.take(word("a", 1, "claim", position=4, share=1), SEQ)
+    held.apply_claim(word("a", 1, "begin"), SEQ)
+    held.apply_claim(word("a", 1, "claim", share=0), SEQ)
+    assert not held.apply_claim(word("a", 7, "claim", position=4, share=1), SEQ)  # it has not begun
+    assert held.apply_claim(word("a", 7, "begin"), SEQ)
+    assert not held.apply_claim(word("a", 1, "end", position=1), SEQ)
+    assert not held.apply_claim(word("a", 1, "claim", position=4, share=1), SEQ)
     assert held.of("a") == (Holding(0, 0, 0),)
-    assert held.take(word("a", 7, "claim", position=4, share=1), SEQ)
+    assert held.apply_claim(word("a", 7, "claim", position=4, share=1), SEQ)
 
 
 def test_who_divides_an_epoch_otherwise_is_given_nothing():
     held = Holdings()
-    held.take(word("a", 1, "begin"), SEQ)
+    held.apply_claim(word("a", 1, "begin"), SEQ)
     other = word("b", 2, "begin").model_copy(update={"batches": 5})
-    assert not held.take(other, SEQ)
+    assert not held.apply_claim(other, SEQ)
     assert held.sizes == SIZES
 
 
 def test_a_life_that_could_not_have_begun_yet_has_no_word():
     held = Holdings()
-    assert not held.take(word("liar", 10, "begin").model_copy(update={"batches": 5}), 10)
+    assert not held.apply_claim(word("liar", 10, "begin").model_copy(update={"batches": 5}), 10)
     assert held.sizes is None
-    assert held.take(word("a", 9, "begin"), 10)
-    assert not held.take(word("a", (1 << 63) - 1, "begin"), 11)
-    assert held.take(word("a", 9, "claim"), 12)
+    assert held.apply_claim(word("a", 9, "begin"), 10)
+    assert not held.apply_claim(word("a", (1 << 63) - 1, "begin"), 11)
+    assert held.apply_claim(word("a", 9, "claim"), 12)
     # An aggregator that ends a life may do so by a join behind its last word.
-    assert held.take(word("a", 13, "end"), 14)
+    assert held.apply_claim(word("a", 13, "end"), 14)
     assert held.of("a") == ()
 
 
 def test_a_claim_is_judged_at_once_however_many_shares_its_sender_says_there_are():
     held = Holdings()
     many = {"shares": 1 << 62, "batches": 1}
-    assert held.take(word("a", 1, "begin").model_copy(update=many), SEQ)
+    assert held.apply_claim(word("a", 1, "begin").model_copy(update=many), SEQ)
     for share in (1 << 62, (1 << 63) - 1):
-        assert not held.take(word("a", 1, "claim", share=share).model_copy(update=many), SEQ)
+        assert not held.apply_claim(word("a", 1, "claim", share=share).model_copy(update=many), SEQ)
     last = word("a", 1, "claim", share=(1 << 62) - 1).model_copy(update=many)
-    assert held.take(last, SEQ)
-    assert not held.take(last.model_copy(update={"position": 1}), SEQ)
+    assert held.apply_claim(last, SEQ)
+    assert not held.apply_claim(last.model_copy(update={"position": 1}), SEQ)
 
 
 class Fleet:
@@ -173,7 +175,7 @@ class Fleet:
 
     def put(self, learner: str, what: str, life: int, position: int, choice=(0, 0)) -> bool:
         self.seq += 1
-        return self.held.take(word(learner, life, what, position, *choice), SEQ)
+        return self.held.apply_claim(word(learner, life, what, position, *choice), SEQ)
 
     def join(self, learner: str) -> None:
         """Also of one that has crashed, or that another process supersedes."""

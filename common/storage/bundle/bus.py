@@ -6,7 +6,7 @@ from typing import Any
 
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import BusError, StreamMissingError
-from diloco.common.storage.bundle.reader import Bundle, Log
+from diloco.common.storage.bundle.reader import Bundle, StreamIndex
 from diloco.common.storage.bus import Filled, Message, check_subject, subject_matches
 
 # The number of messages that `read` yields before it lets other tasks run.
@@ -25,7 +25,7 @@ class BundleBus:
         run = bundle.run
         self._logs = {names.tape_stream(run): bundle.tape, names.ops_stream(run): bundle.ops}
 
-    def _log(self, stream: str) -> Log:
+    def _log(self, stream: str) -> StreamIndex:
         if stream not in self._logs:
             raise StreamMissingError(f"{str(self._bundle.path)!r} has no stream {stream!r}")
         return self._logs[stream]
@@ -87,7 +87,7 @@ class BundleBus:
         """Does nothing, as whoever opened the bundle closes it."""
 
 
-def _matching(log: Log, patterns: list[str]) -> set[int]:
+def _matching(log: StreamIndex, patterns: list[str]) -> set[int]:
     if not any("*" in pattern or ">" in pattern for pattern in patterns):
         return {index for pattern in patterns for index in log.ids(pattern)}
     return {

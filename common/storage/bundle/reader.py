@@ -47,20 +47,20 @@ def read_header(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-class Log:
+class StreamIndex:
     """The index of a stream's messages, in the order of the stream.
 
     Attributes:
         seqs: stream sequence of each message.
-        ats: offset in the file of the frame with each message.
-        whose: the subject of each message, as an index of `subjects`.
+        offsets: offset in the file of the frame with each message.
+        subject_of: the subject of each message, as an index of `subjects`.
         subjects: the distinct subjects.
     """
 
     def __init__(self) -> None:
         self.seqs = array("q")
-        self.ats = array("q")
-        self.whose = array("i")
+        self.offsets = array("q")
+        self.subject_of = array("i")
         self.subjects: list[str] = []
         self._ids: dict[str, int] = {}
 
@@ -74,17 +74,17 @@ class Log:
             self._ids[message.subject] = len(self.subjects)
             self.subjects.append(message.subject)
         self.seqs.append(message.seq)
-        self.ats.append(at)
-        self.whose.append(self._ids[message.subject])
+        self.offsets.append(at)
+        self.subject_of.append(self._ids[message.subject])
 
     def drop(self, below: dict[str, int]) -> None:
         """Removes messages by subject: those with a sequence smaller than `below[subject]`."""
         limits = {self._ids[subject]: seq for subject, seq in below.items() if subject in self._ids}
-        rows = zip(self.seqs, self.whose, strict=True)
+        rows = zip(self.seqs, self.subject_of, strict=True)
         left = array("q", (i for i, (seq, of) in enumerate(rows) if seq >= limits.get(of, 0)))
         self.seqs = array("q", (self.seqs[index] for index in left))
-        self.ats = array("q", (self.ats[index] for index in left))
-        self.whose = array("i", (self.whose[index] for index in left))
+        self.offsets = array("q", (self.offsets[index] for index in left))
+        self.subject_of = array("i", (self.subject_of[index] for index in left))
 
     def last(self, wanted: Iterable[int]) -> int | None:
         """Returns the file offset of the last message with a subject in `wanted`; None: no message.
@@ -93,8 +93,8 @@ class Log:
         """
         chosen = {*wanted}
         for index in range(len(self.seqs) - 1, -1, -1):
-            if self.whose[index] in chosen:
-                return self.ats[index]
+            if self.subject_of[index] in chosen:
+                return self.offsets[index]
         return None
 
     def rows(self, wanted: set[int], start_seq: int) -> Iterator[int]:
@@ -103,8 +103,8 @@ class Log:
         `wanted` has indexes of `subjects`.
         """
         for index in range(bisect_left(self.seqs, start_seq), len(self.seqs)):
-            if self.whose[index] in wanted:
-                yield self.ats[index]
+            if self.subject_of[index] in wanted:
+                yield self.offsets[index]
 
 
 class Bundle:
@@ -122,7 +122,7 @@ class Bundle:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header: dict[str, Any] = {}
-        self.tape, self.ops = Log(), Log()
+        self.tape, self.ops = StreamIndex(), StreamIndex()
         self.objects, self.files = BundleContents(), BundleContents()
         self.lost = ""
         self._file = path.open("rb")
@@ -220,7 +220,7 @@ def _fill(bundle: Bundle, *, salvage: bool) -> None:
     except IntegrityError as error:
         if not salvage:
             raise
-        bundle.header, bundle.tape, bundle.ops = {}, Log(), Log()
+        bundle.header, bundle.tape, bundle.ops = {}, StreamIndex(), StreamIndex()
         bundle.objects, bundle.files = BundleContents(), BundleContents()
         bundle.lost = error.message
         _take_all(bundle, whole_frames(bundle.path), strict=False)
@@ -273,7 +273,7 @@ def _take(bundle: Bundle, at: int, content: Any) -> None:
     of.add(content[named], content["of"], FilePiece(at, begin, begin + len(content["data"])))
 
 
-def _take_message(bundle: Bundle, log: Log, at: int, content: Any) -> None:
+def _take_message(bundle: Bundle, log: StreamIndex, at: int, content: Any) -> None:
     message = as_message(bundle.path, content)
     if log.seqs and message.seq <= log.seqs[-1]:
         raise damaged(bundle.path, f"sequence {message.seq} comes after {log.seqs[-1]}")

@@ -8,9 +8,9 @@ from diloco.common.storage.store.directory import DirectoryStore
 from diloco.common.storage.store.memory import MemoryStore
 from diloco.common.storage.store.opening import open_store
 from diloco.common.storage.store.protocol import (
-    Keeps,
     ObjectInfo,
     ObjectStore,
+    ProtectsObjects,
     check_object_name,
     check_range,
     check_size,

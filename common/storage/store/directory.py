@@ -168,7 +168,7 @@ class DirectoryStore(ObjectStore):
                 # Linux forbids hard links to another user's file, so it is copied.
                 self._keep_copy(name, kept, limit_bytes)
 
-    def copies(self, prefix: str) -> Iterator[str]:
+    def protected_only(self, prefix: str) -> Iterator[str]:
         """Yields the names of objects whose file is gone, so that only the link of `keep` is left.
 
         Raises:

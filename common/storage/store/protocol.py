@@ -112,7 +112,7 @@ class ObjectStore(Protocol):
 
 
 @runtime_checkable
-class Keeps(Protocol):
+class ProtectsObjects(Protocol):
     """A store in which the writer of an object can remove the object, unless `keep` protects it.
 
     Stores in buckets lack this method: their access rules give learners no right to delete.

@@ -507,7 +507,7 @@ async def records_of(
             record = await read_record(context, message)
         except (WireError, IntegrityError, ObjectMissingError) as error:
             gone = isinstance(error, ObjectMissingError)
-            if not gone or await _stands(context, subject, message.seq):
+            if not gone or await _still_on_tape(context, subject, message.seq):
                 if unreadable is None:
                     raise
                 unreadable()
@@ -517,7 +517,7 @@ async def records_of(
             yield Recorded(record, message.seq, message.time_s, body)
 
 
-async def _stands(context: RunContext, subject: str, seq: int) -> bool:
+async def _still_on_tape(context: RunContext, subject: str, seq: int) -> bool:
     """True if the tape still has the message at `seq`; its subject must have later messages."""
     return (await first_message(context, subject, seq)).seq == seq
 

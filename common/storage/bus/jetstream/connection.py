@@ -18,7 +18,13 @@ from diloco.common.protocol.errors import (
     BusUnavailableError,
     ConfigError,
 )
-from diloco.common.storage.bus.jetstream.link import CALL_TIMEOUT_S, Address, Link, Pause, ours
+from diloco.common.storage.bus.jetstream.link import (
+    CALL_TIMEOUT_S,
+    Address,
+    Backoff,
+    Link,
+    as_bus_error,
+)
 from diloco.common.storage.bus.protocol import Message
 
 _DIAL_TIMEOUT_S = 10.0
@@ -71,7 +77,7 @@ class Connection:
             raise type(self._outage)(self._outage.message, hint=self._outage.hint)
         return self.link
 
-    async def wait_linked(self, pause: Pause) -> None:
+    async def wait_linked(self, pause: Backoff) -> None:
         """Sleeps for the next pause of `pause`, and then waits until there is a link.
 
         Raises:
@@ -120,7 +126,7 @@ class Connection:
         except TimeoutError as error:
             raise self._no_answer(link, subject, since) from error
         except nats.errors.Error as error:
-            raise ours(error, subject) from error
+            raise as_bus_error(error, subject) from error
         finally:
             link.waiting.discard(end)
             timer.cancel()
@@ -138,7 +144,7 @@ class Connection:
             self._linked.set()
 
     async def _dial(self) -> Link:
-        pause, refusals = Pause(), 0
+        pause, refusals = Backoff(), 0
         while True:
             await pause.wait()
             link = Link(self.address)
@@ -205,7 +211,9 @@ async def store(
     )
 
 
-def asked_by(msg_id: str | None, expected_last: int | None, ttl_s: float | None) -> dict[str, str]:
+def publish_headers(
+    msg_id: str | None, expected_last: int | None, ttl_s: float | None
+) -> dict[str, str]:
     """Returns the headers for the arguments of `Bus.publish`; None adds no header."""
     headers: dict[str, str] = {}
     if msg_id is not None:
@@ -217,7 +225,7 @@ def asked_by(msg_id: str | None, expected_last: int | None, ttl_s: float | None)
     return headers
 
 
-def says_time(headers: dict[str, str] | None) -> bool:
+def states_stored_time(headers: dict[str, str] | None) -> bool:
     """True if a header states when the message was first stored: by an importer, or forged."""
     return STORED_AT in (headers or {})
 

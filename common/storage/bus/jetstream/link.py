@@ -69,10 +69,10 @@ def vendor_errors(subject: str) -> Iterator[None]:
     try:
         yield
     except nats.errors.Error as error:
-        raise ours(error, subject) from error
+        raise as_bus_error(error, subject) from error
 
 
-def ours(error: nats.errors.Error, subject: str) -> BusError:
+def as_bus_error(error: nats.errors.Error, subject: str) -> BusError:
     """Returns this project's error for an error of nats-py that a request on `subject` raised."""
     text = f"{subject!r}: {error}"
     if isinstance(error, NoStreamResponseError | nats.errors.NoRespondersError):
@@ -168,7 +168,7 @@ class Address(NamedTuple):
         return shown(self.url)
 
 
-class Pause:
+class Backoff:
     """Growing pauses between attempts, with jitter so that clients reconnect at different times."""
 
     def __init__(self) -> None:

@@ -24,9 +24,9 @@ from diloco.common.protocol.wire import GREATEST
 from diloco.common.storage.bus.jetstream.connection import (
     MOST_READERS,
     Connection,
-    asked_by,
     message_of,
-    says_time,
+    publish_headers,
+    states_stored_time,
     store,
     stream_info,
     stream_names,
@@ -42,8 +42,8 @@ from diloco.common.storage.bus.jetstream.link import (
     TOO_MANY_READERS,
     WRONG_LAST_SEQUENCE,
     Address,
+    Backoff,
     Link,
-    Pause,
     RefusedError,
     check_address,
     listen_on,
@@ -147,7 +147,10 @@ class NatsBus:
         check_ttl(ttl_s, allowed=True)
         try:
             ack = await store(
-                self._connection, subject, bytes(payload), asked_by(msg_id, expected_last, ttl_s)
+                self._connection,
+                subject,
+                bytes(payload),
+                publish_headers(msg_id, expected_last, ttl_s),
             )
         except RefusedError as error:
             if error.err_code in WRONG_LAST_SEQUENCE:
@@ -156,11 +159,15 @@ class NatsBus:
                     subject, expected_last or 0, None if last is None else int(last[1])
                 ) from error
             raise
-        if ack.duplicate and not await self._stands(ack.stream, subject, ack.seq, payload):
+        if ack.duplicate and not await self._same_message_stored(
+            ack.stream, subject, ack.seq, payload
+        ):
             raise id_taken(subject, ack.seq)
         return ack.seq
 
-    async def _stands(self, stream: str, subject: str, seq: int, payload: bytes) -> bool:
+    async def _same_message_stored(
+        self, stream: str, subject: str, seq: int, payload: bytes
+    ) -> bool:
         """True if the message at `seq` of `stream` has this subject and this payload.
 
         Raises:
@@ -202,7 +209,9 @@ class NatsBus:
                 return None
             raise
         assert raw.time is not None
-        known = await imported_to(self._connection, stream) if says_time(raw.headers) else 0
+        known = (
+            await imported_to(self._connection, stream) if states_stored_time(raw.headers) else 0
+        )
         time_s = raw.time.timestamp()
         return message_of(subject, raw.seq or 0, time_s, raw.data, raw.headers, known)
 
@@ -278,7 +287,7 @@ class NatsBus:
     ) -> AsyncIterator[Message]:
         """Implements `Bus.read`; reconnects and makes new consumers; ends when the bus closes."""
         check_patterns(subjects)
-        position, pause = max(start_seq, 1), Pause()
+        position, pause = max(start_seq, 1), Backoff()
         cursor: Cursor | None = None
         try:
             while not self._connection.closed:
@@ -321,7 +330,7 @@ class NatsBus:
         dropped.
         """
         check_subject(subject, wildcards=True)
-        pause, loop = Pause(), asyncio.get_running_loop()
+        pause, loop = Backoff(), asyncio.get_running_loop()
         while not self._connection.closed:
             started = loop.time()
             try:
@@ -380,7 +389,7 @@ async def connect(
         None if tls_ca is None else Path(tls_ca),
     )
     check_address(address)
-    loop, pause = asyncio.get_running_loop(), Pause()
+    loop, pause = asyncio.get_running_loop(), Backoff()
     deadline = loop.time() + connect_timeout_s
     while True:
         link = Link(address)

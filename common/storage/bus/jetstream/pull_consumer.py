@@ -22,7 +22,7 @@ from diloco.common.protocol.errors import BusError, BusUnavailableError
 from diloco.common.storage.bus.jetstream.connection import (
     Connection,
     message_of,
-    says_time,
+    states_stored_time,
     stream_info,
 )
 from diloco.common.storage.bus.jetstream.imported import imported_to
@@ -178,7 +178,7 @@ class Cursor:
         Raises:
             BusUnavailableError: a message is missing.
         """
-        if self._imported_to is None and says_time(raw.headers):
+        if self._imported_to is None and states_stored_time(raw.headers):
             self._imported_to = await imported_to(self._connection, self._stream)
         seq, consumer_seq, time_ns = _place(raw.reply)
         if consumer_seq != self._delivered + 1 or seq < self._position:
