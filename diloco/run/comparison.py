@@ -76,7 +76,7 @@ def gap(loss: float, others: float) -> float:
     return math.copysign(math.log1p(abs(loss - others) / least), loss - others)
 
 
-def each(
+def learners_with_others(
     learners: Sequence[LearnerStatus],
     known: Callable[[LearnerStatus], bool],
     *figures: Callable[[LearnerStatus], float],

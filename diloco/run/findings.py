@@ -70,7 +70,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
         copied: whether the tape is a copy in a file, without leases.
     """
     stopped = run.state in ("stopping", "ended")
-    yield from room(run.tape_bytes, run.tape_limit_bytes)
+    yield from tape_fill(run.tape_bytes, run.tape_limit_bytes)
     for name, life in run.strangers.items():
         yield _of_no_life(name, life)
     amiss = [*outliers(run.learners), *contradictions(run, settings)]
@@ -145,7 +145,7 @@ def failed(about: str, error: DilocoError, runbook: str) -> Finding:
     )
 
 
-def room(size_bytes: int, limit_bytes: int) -> Iterator[Finding]:
+def tape_fill(size_bytes: int, limit_bytes: int) -> Iterator[Finding]:
     """Yields the finding on how full the tape is; nothing if it has no limit (0)."""
     if not limit_bytes:
         return

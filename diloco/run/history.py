@@ -75,7 +75,7 @@ class Chains(dict[int, Chain]):
         return ()
 
 
-class Entries(Spooled[Entry]):
+class NonRecordMessages(Spooled[Entry]):
     """The readable messages of a tape, apart from records, in order; they are in a spool."""
 
     def __init__(self, spool: Spool, times_s: Times) -> None:
@@ -141,7 +141,7 @@ class History:
     spool: Spool = field(default_factory=Spool)
     times_s: Times = field(default_factory=Times)
     # Made from the spool, unless they come from another history.
-    entries: Entries = None  # type: ignore[assignment]
+    entries: NonRecordMessages = None  # type: ignore[assignment]
     garbage: list[InvalidMessage] = field(default_factory=list)
     undecoded: list[InvalidMessage] = field(default_factory=list)
     unreadable: list[Unreadable] = field(default_factory=list)
@@ -159,7 +159,7 @@ class History:
     def __post_init__(self) -> None:
         """Makes the lists whose messages are in the spool, unless another history gave them."""
         if self.entries is None:
-            self.entries = Entries(self.spool, self.times_s)
+            self.entries = NonRecordMessages(self.spool, self.times_s)
             self.manifests = _manifests(self.spool)
 
     @property
@@ -259,7 +259,10 @@ class History:
 
         To be called once only records and times are still needed.
         """
-        self.entries, self.manifests = Entries(self.spool, self.times_s), _manifests(self.spool)
+        self.entries, self.manifests = (
+            NonRecordMessages(self.spool, self.times_s),
+            _manifests(self.spool),
+        )
         self.manifests_of = {}
 
     def versions(self) -> list[int]:

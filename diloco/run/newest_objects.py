@@ -90,7 +90,7 @@ class BytesRead:
         return "has damaged bytes: not those that its maker stored"
 
 
-def looked_at(
+def object_findings(
     store: ObjectStore,
     run: str,
     records: Sequence[wire.Record],

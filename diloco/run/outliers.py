@@ -18,11 +18,11 @@ from diloco.run.comparison import (
     TINY,
     Comparison,
     climbed,
-    each,
     error_of,
     gap,
     gaps_of,
     highest_loss,
+    learners_with_others,
     of_gap,
     of_loss,
     of_norm,
@@ -51,7 +51,7 @@ def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
         yield from _of_two(*known)
     if len(known) <= OTHERS:
         known = []
-    compared = [*each(learners, lambda one: one.shards is not None)]
+    compared = [*learners_with_others(learners, lambda one: one.shards is not None)]
     known_why = {one.name: found for one, others in compared for found in explained(one, others)}
     yield from known_why.values()
     for one in worth_comparing(known, (of_gap, of_norm)):
@@ -69,13 +69,17 @@ def outliers(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
             yield from tensors(one, others)
         yield from still(one)
         yield from lone(one, others)
-    for one, others in each(learners, lambda one: one.upload_s is not None, _uploaded):
+    for one, others in learners_with_others(
+        learners, lambda one: one.upload_s is not None, _uploaded
+    ):
         yield from _upload(one, others)
-    for one, others in each(learners, lambda one: one.adoption is not None, _adopted):
+    for one, others in learners_with_others(
+        learners, lambda one: one.adoption is not None, _adopted
+    ):
         yield from _adoption(one, others)
-    for one, others in each(learners, _takes_part, *map(_of_throughput, range(4))):
+    for one, others in learners_with_others(learners, _takes_part, *map(_of_throughput, range(4))):
         yield from _throughput(one, others)
-    for one, others in each(learners, lambda one: any(one.release)):
+    for one, others in learners_with_others(learners, lambda one: any(one.release)):
         yield from _release(one, others)
 
 

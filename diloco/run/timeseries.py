@@ -228,7 +228,7 @@ async def read_time_series(
     series = TimeSeries(context.run, context.settings, context.layout, created_s)
     last = await context.bus.last_sequence(context.tape)
     builder = Builder(series, context.epoch)
-    builder.look_at(last)
+    builder.set_cosine_sampling(last)
     async for item in read_tape(context):
         builder.take(item)
         if progress is not None and item.seq % PROGRESS_EVERY == 0:
@@ -259,7 +259,7 @@ class Builder:
             for fragment in series.layout.fragments
         ]
 
-    def look_at(self, messages: int) -> None:
+    def set_cosine_sampling(self, messages: int) -> None:
         """Sets the rounds whose cosines are computed: about `COSINES` on a tape of this length."""
         self._every = 1 + messages // (5 * COSINES)
 

@@ -39,7 +39,7 @@ from diloco.run.agreement import shard_figures
 from diloco.run.cli.opening import CONNECT_S, find_config
 from diloco.run.findings import NATS_AWAY, STORE_AWAY, failed, judged, ranked
 from diloco.run.learner_history import LastHeartbeat
-from diloco.run.newest_objects import looked_at
+from diloco.run.newest_objects import object_findings
 from diloco.run.observed import Observed
 from diloco.run.state import Finding, RunStatus
 
@@ -197,7 +197,7 @@ class Watch:
             observed.shards = await call(shard_figures, context, rounds, within_s)
             # The run of a copy may have advanced, and its store too.
             if objects and not observed.copied:
-                look = partial(looked_at, context.store, context.run, rounds, newest)
+                look = partial(object_findings, context.store, context.run, rounds, newest)
                 stored = await call(look)
         except StoreError as error:
             stored = [failed("store", error, STORE_AWAY)]

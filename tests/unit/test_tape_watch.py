@@ -12,7 +12,7 @@ from diloco.aggregator.tape_watch import watch_tape
 from diloco.common.process.metrics import Metrics
 from diloco.common.storage.bus import Filled, MemoryBus, StreamLimits
 from diloco.judge import doctor_findings
-from diloco.run.findings import room
+from diloco.run.findings import tape_fill
 
 LIMITS = StreamLimits(max_bytes=100_000, keep_old=True)
 
@@ -61,9 +61,9 @@ def test_nothing_is_said_of_a_tape_without_a_limit(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_doctor_says_how_full_it_is() -> None:
-    assert list(room(10**9, 0)) == []
-    assert [f.severity for f in room(79, 100)] == ["ok"]
-    (finding,) = room(80, 100)
+    assert list(tape_fill(10**9, 0)) == []
+    assert [f.severity for f in tape_fill(79, 100)] == ["ok"]
+    (finding,) = tape_fill(80, 100)
     assert finding.severity == "warning"
     assert finding.runbook == "runbooks/tape-full.md"
 

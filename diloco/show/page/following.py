@@ -149,7 +149,7 @@ class LiveRun:
         """
         start_seq = await self._watch.first_seq()
         last_seq = await self.context.bus.last_sequence(self.context.tape)
-        self._builder.look_at(last_seq)
+        self._builder.set_cosine_sampling(last_seq)
         self.progress = ReadingProgress(0, last_seq)
         reading = read_tape(self.context, self._next_seq)
         async with contextlib.aclosing(reading) as items:  # type: ignore[type-var]
