@@ -35,14 +35,14 @@ class Breach(NamedTuple):
 
 
 @dataclass
-class Objects:
+class ObjectsReport:
     """The state of a run's objects in the store.
 
     Attributes:
         breaches: named objects that are lost or have another size, and objects with wrong contents.
         needed: number of objects that a recovering aggregator and joining learners read;
             `needed_bytes` is the sum of their sizes.
-        collected: number of objects that records name and the store lacks.
+        missing: number of objects that records name and the store lacks.
         orphans: by name, the size in bytes of each object that nothing on the tape names.
         invented: by learner, the number of orphans under incarnations that it never had.
         newer: by name, the size in bytes of each object of a version beyond the tape's end.
@@ -53,7 +53,7 @@ class Objects:
     breaches: list[Breach] = field(default_factory=list)
     needed: int = 0
     needed_bytes: int = 0
-    collected: int = 0
+    missing: int = 0
     orphans: dict[str, int] = field(default_factory=dict)
     invented: Counter[str] = field(default_factory=Counter)
     newer: dict[str, int] = field(default_factory=dict)

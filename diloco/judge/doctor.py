@@ -38,7 +38,7 @@ from diloco.common.storage.bundle import is_bundle
 from diloco.common.storage.store import ObjectStore, open_store
 from diloco.common.storage.tape import RunContext
 from diloco.judge import doctor_findings, service_findings
-from diloco.judge.audit import Account, Audit, Objects, audit
+from diloco.judge.audit import Account, Audit, ObjectsReport, audit
 from diloco.judge.evidence import wholeness
 from diloco.judge.objects import check_bytes, check_objects, list_now, read_listing
 from diloco.run.cli.opening import OpenRun, open_run, run_config
@@ -176,22 +176,22 @@ async def examine(
         found.append(failed("run", error, doctor_findings.RUN_MISMATCH))
     if report.run_now is None:
         found += configuration(config.settings())
-    report.findings = ranked(said_once(found))
+    report.findings = ranked(without_repeats(found))
     return report
 
 
-def said_once(findings: Iterable[Finding]) -> list[Finding]:
+def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
     """Removes repeated findings.
 
     Returns:
         One finding for each pair of subject and sentence: that with the worst severity.
     """
-    read_scores: dict[tuple[str, str], Finding] = {}
+    worst: dict[tuple[str, str], Finding] = {}
     for finding in findings:
-        other = read_scores.setdefault((finding.about, finding.sentence), finding)
+        other = worst.setdefault((finding.about, finding.sentence), finding)
         if ORDER.index(finding.severity) < ORDER.index(other.severity):
-            read_scores[finding.about, finding.sentence] = finding
-    return [*read_scores.values()]
+            worst[finding.about, finding.sentence] = finding
+    return [*worst.values()]
 
 
 def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> Iterator[Finding]:
@@ -364,7 +364,7 @@ async def _examine_run(report: Report, run: OpenRun, task: Isolated, way: _Way) 
     context, known = run.context, report.findings
 
     def told(findings: Iterable[Finding], doing: str) -> None:
-        report.findings = ranked(said_once([*known, *findings]))
+        report.findings = ranked(without_repeats([*known, *findings]))
         way.told(report, doing)
 
     told((await Watch(context).begin()).findings, "reading the tape")
@@ -433,7 +433,7 @@ class _Inspection(NamedTuple):
     now: RunStatus
     compared: RunStatus
     audit: Audit
-    objects: Objects
+    objects: ObjectsReport
 
 
 async def _look(

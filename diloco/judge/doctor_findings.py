@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from diloco.aggregator.tape_watch import NEARLY_FULL
 from diloco.common.protocol import wire
 from diloco.common.storage.bus import Filled
-from diloco.judge.audit import Audit, Breach, Objects
+from diloco.judge.audit import Audit, Breach, ObjectsReport
 from diloco.run.comparison import LOSS_SPIKE
 from diloco.run.findings import (
     DIGEST_MISMATCH,
@@ -108,7 +108,7 @@ def readers(filled: Filled) -> Iterator[Finding]:
     )
 
 
-def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
+def objects(found: ObjectsReport, *, deep: bool) -> Iterator[Finding]:
     """Yields the findings on objects that the tape names, on orphans and on invented objects."""
     gone = [b for b in found.breaches if b.rule == "objects"]
     yield from _breaches(gone, "store", MISSING_OBJECT)

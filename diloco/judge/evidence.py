@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from diloco.aggregator.core.garbage import Ledger, newer_than_tape
 from diloco.common.protocol import names, wire
-from diloco.judge.audit import Objects
+from diloco.judge.audit import ObjectsReport
 from diloco.run.history import History
 from diloco.run.state import Finding
 
@@ -148,7 +148,7 @@ def newer_than(
             yield name
 
 
-def wholeness(history: History, objects: Objects) -> Iterator[Finding]:
+def wholeness(history: History, objects: ObjectsReport) -> Iterator[Finding]:
     """Yields findings on gaps in the tape, and on objects of versions beyond its end."""
     for hole in holes(history):
         yield Finding(

@@ -21,7 +21,7 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import RunContext, last_record
-from diloco.judge.audit import Breach, Objects
+from diloco.judge.audit import Breach, ObjectsReport
 from diloco.judge.evidence import missing_objects, newer_objects
 from diloco.run.history import History
 from diloco.run.newest_objects import BytesRead, newest_first
@@ -190,7 +190,7 @@ def all_named(history: History) -> Iterator[wire.ObjectRef | wire.Shard]:
             before = {*own}
 
 
-def check_objects(history: History, before: Listing | None = None) -> Objects:
+def check_objects(history: History, before: Listing | None = None) -> ObjectsReport:
     """Compares a listing of the store with the tape.
 
     Args:
@@ -202,7 +202,7 @@ def check_objects(history: History, before: Listing | None = None) -> Objects:
     Raises:
         StoreError: the store cannot be listed.
     """
-    found, run = Objects(), history.run
+    found, run = ObjectsReport(), history.run
     wanted = {ref.name: (seq, ref) for seq, ref in needed_now(history)}
     found.needed = len(wanted)
     found.needed_bytes = sum(ref.size_bytes for _, ref in wanted.values())
@@ -254,7 +254,7 @@ def _unknown(history: History, known: Listing) -> Callable[[str], bool]:
 
 
 def _check_named(
-    found: Objects,
+    found: ObjectsReport,
     history: History,
     amiss: Listing,
     there: Listing,
@@ -274,7 +274,7 @@ def _check_named(
             what = f"{name!r} has {size} bytes, not {ref.size_bytes}"
             found.breaches.append(Breach("objects", where, what))
             continue
-        found.collected += 1
+        found.missing += 1
         if seq:
             found.breaches.append(Breach("objects", where, f"no object {name!r}"))
         elif name in standing:
@@ -303,7 +303,7 @@ def _pinned(history: History) -> set[str]:
 READ_BYTES = 64 << 20
 
 
-def check_bytes(history: History, found: Objects) -> None:
+def check_bytes(history: History, found: ObjectsReport) -> None:
     """Reads the newest objects of versions and compares their bytes with their records; blocks.
 
     It adds breaches to `found`. A running learner reads a delta once, so later damage stays

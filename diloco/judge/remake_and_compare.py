@@ -26,14 +26,14 @@ from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import IntegrityError, ObjectMissingError
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import get_object
-from diloco.judge.audit import Breach, Objects
+from diloco.judge.audit import Breach, ObjectsReport
 from diloco.run.history import History
 
 # A function that is called with the number of records done, and the number of all.
 Progress = Callable[[int, int], None]
 
 
-def remake(history: History, found: Objects, progress: Progress | None = None) -> None:
+def remake(history: History, found: ObjectsReport, progress: Progress | None = None) -> None:
     """Reads every stored object, and recomputes every version; adds breaches to `found`.
 
     Raises:

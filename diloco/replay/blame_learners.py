@@ -91,7 +91,7 @@ class Effect(NamedTuple):
 Effects = TupleColumns[Effect]
 
 
-class Sentence(NamedTuple):
+class LearnerJudgement(NamedTuple):
     """The judgement of one learner.
 
     Attributes:
@@ -190,7 +190,7 @@ class _UpdateColumns:
 
 def judge(
     effects: Effects, slices: Mapping[str, Effects] | None = None, began: float = 0.0
-) -> list[Sentence]:
+) -> list[LearnerJudgement]:
     """Judges each learner; the worst comes first.
 
     Args:
@@ -211,7 +211,9 @@ def judge(
     return sorted(found, key=lambda one: (order.index(one.word), -one.total))
 
 
-def _judge_slices(found: list[Sentence], slices: Mapping[str, Effects]) -> list[Sentence]:
+def _judge_slices(
+    found: list[LearnerJudgement], slices: Mapping[str, Effects]
+) -> list[LearnerJudgement]:
     """Returns the judgements `found`, some of them replaced by judgements on a slice.
 
     These are of learners that harm a slice which most others improve.
@@ -238,7 +240,9 @@ def _judge_slices(found: list[Sentence], slices: Mapping[str, Effects]) -> list[
     ]
 
 
-def _of_slice(name: str, whole: Sentence, effects: Effects, own: Places, chance: float) -> Sentence:
+def _of_slice(
+    name: str, whole: LearnerJudgement, effects: Effects, own: Places, chance: float
+) -> LearnerJudgement:
     """Judges a learner on one slice by all its updates.
 
     A part of them does not suffice: of many slices, some look bad for a while.
@@ -263,7 +267,7 @@ def _of_slice(name: str, whole: Sentence, effects: Effects, own: Places, chance:
     )  # fmt: skip
 
 
-def _harm(one: Sentence) -> float:
+def _harm(one: LearnerJudgement) -> float:
     """Returns the key by which the worst of a learner's judgements is chosen.
 
     Harm to all data counts `OF_A_SLICE` times, harm to a slice once.
@@ -273,7 +277,7 @@ def _harm(one: Sentence) -> float:
 
 def _judge(
     learner: str, effects: Effects, beside: _UpdateColumns, own: Places, began: float
-) -> Sentence:
+) -> LearnerJudgement:
     begin = _turn(beside, own)
     late = own[begin:] if len(own) - begin >= FEWEST else own
     # Harm is judged by all late updates; uselessness only by rounds in which the others are of use.
@@ -301,7 +305,7 @@ def _judge(
     alone, usual = _means(beside, told if word in AGAINST else own)
     if word == "helpful" and total > 0:
         word = "unclear"
-    return Sentence(
+    return LearnerJudgement(
         learner, word, total, int((did > 0).sum()), len(own), alone, usual,
         effects[int(late[0])] if word in AGAINST else None,
     )  # fmt: skip

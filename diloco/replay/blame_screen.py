@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from diloco.replay.blame import Blame, BlamedRounds, Fate
-from diloco.replay.blame_learners import AGAINST, Effect, Effects, Sentence, judge
+from diloco.replay.blame_learners import AGAINST, Effect, Effects, LearnerJudgement, judge
 from diloco.replay.show import update_name
 from diloco.run.cli.screen import LINE_S
 from diloco.show.page.html_page import write_figure
@@ -38,17 +38,17 @@ _COLOURS = {
 
 def tell(found: Blame, console: Console) -> None:
     """Prints the judgements of the learners, and the updates and tensors that did harm."""
-    sentences = judge(found.effects, found.slices, found.began)
-    console.print(_learners(sentences), soft_wrap=False)
+    judgements = judge(found.effects, found.slices, found.began)
+    console.print(_learners(judgements), soft_wrap=False)
     worst = nlargest(WORST, found.effects, key=attrgetter("did"))
     console.print(_updates([one for one in worst if one.did > 0] or worst[:1]), soft_wrap=False)
     if found.tensors:
         console.print(_tensors(found), soft_wrap=False)
-    for one in sentences:
+    for one in judgements:
         if one.word in AGAINST or one.slice:
             console.print(f"[{_COLOURS[one.word]}]{escape(in_words(one))}[/]")
-    if not any(one.word in AGAINST for one in sentences):
-        console.print(_nobody(found.effects, sentences))
+    if not any(one.word in AGAINST for one in judgements):
+        console.print(_nobody(found.effects, judgements))
     for line in _coverage(found.rounds):
         console.print(line, markup=False)
 
@@ -90,7 +90,7 @@ def _coverage(rounds: BlamedRounds) -> list[str]:
     return lines
 
 
-def _nobody(effects: Effects, sentences: Sequence[Sentence]) -> str:
+def _nobody(effects: Effects, judgements: Sequence[LearnerJudgement]) -> str:
     """Returns the sentence to print if no learner is harmful or useless."""
     if not effects:
         return "no round was judged, so no learner can be judged"
@@ -101,17 +101,17 @@ def _nobody(effects: Effects, sentences: Sequence[Sentence]) -> str:
             "whichever learner sent it: the outer step may be too long (--set "
             "outer.learning_rate=...)"
         )
-    if all(one.word == "helpful" for one in sentences):
+    if all(one.word == "helpful" for one in judgements):
         return "no learner did harm: each made the held-out loss better, on the whole"
     return "no learner did more harm than chance explains"
 
 
-def of_slice(one: Sentence) -> str:
+def of_slice(one: LearnerJudgement) -> str:
     """Returns the slice that a judgement is about, in words; "" if it is all the held-out data."""
     return f" of the slice {one.slice}" if one.slice else ""
 
 
-def in_words(one: Sentence) -> str:
+def in_words(one: LearnerJudgement) -> str:
     """Returns the judgement of one learner as a sentence."""
     since = ""
     if one.since is not None:
@@ -134,12 +134,12 @@ def _table(title: str, *columns: str) -> Table:
     return shown
 
 
-def _learners(sentences: Sequence[Sentence]) -> Table:
+def _learners(judgements: Sequence[LearnerJudgement]) -> Table:
     rows = _table(
         "What each learner's updates did to the held-out loss (above 0: harm)",
         "learner", "verdict", "updates", "harmed", "sum", "alone", "others alone",
     )  # fmt: skip
-    for one in sentences:
+    for one in judgements:
         word = f"{one.word} on {one.slice}" if one.slice else one.word
         rows.add_row(
             one.learner, f"[{_COLOURS[one.word]}]{word}[/]", f"{one.updates}", f"{one.worse}",
@@ -172,7 +172,7 @@ def _tensors(found: Blame) -> Table:
 
 def tell_json(run: str, found: Blame) -> None:
     """Prints all results as one JSON object."""
-    sentences = [
+    judgements = [
         one._asdict() | {"since": None if one.since is None else _plain(one.since)}
         for one in judge(found.effects, found.slices, found.began)
     ]
@@ -186,7 +186,7 @@ def tell_json(run: str, found: Blame) -> None:
         {
             "run": run, "verdict": "incomplete" if left_out else "complete",
             "rounds": {fate: found.rounds.fates[fate] for fate in _FATES},
-            "left_out": left_out, "why": found.rounds.why, "learners": sentences,
+            "left_out": left_out, "why": found.rounds.why, "learners": judgements,
             "tensors": tensors,
         }
     )  # fmt: skip

@@ -21,7 +21,7 @@ from diloco.common.protocol.errors import DilocoError, Exit
 from diloco.common.storage.tape import RunContext
 from diloco.judge.doctor import Report, examine, picture
 from diloco.replay import blame, verify_run
-from diloco.replay.blame_learners import AGAINST, Effects, Sentence, judge
+from diloco.replay.blame_learners import AGAINST, Effects, LearnerJudgement, judge
 from diloco.replay.blame_screen import in_words, of_slice
 from diloco.run.cli.screen import say_json, say_plainly
 from diloco.run.cli.subprocess import Isolated
@@ -164,7 +164,7 @@ async def _harm(
         return [*found, _not_judged(f"what updates did to the held-out loss: {why}")]
     effects = judged.effects
     named = judge(effects, judged.slices, judged.began)
-    sentences = {f"learner {one.learner}": one for one in named}
+    judgements = {f"learner {one.learner}": one for one in named}
     rounds, later = judged.rounds.fates["judged"], judged.rounds.fates["later"]
     if later:
         all_of_them = f"{rounds} of the {rounds + later} newest rounds, as time ran out"
@@ -172,10 +172,10 @@ async def _harm(
         found = [*found, _not_judged(f"{why} judges all, and takes longer")]
     elif not rounds:
         found = [*found, _not_judged("what updates did to the held-out loss: no round is complete")]
-    told = [_with_harm(one, sentences.get(one.about)) for one in found]
+    told = [_with_harm(one, judgements.get(one.about)) for one in found]
     accused = {one.about for one in found if one.severity in ("warning", "error")}
-    told += [*leaks(effects, sentences)]
-    return [*told, *accusations(sentences, accused, rounds)]
+    told += [*leaks(effects, judgements)]
+    return [*told, *accusations(judgements, accused, rounds)]
 
 
 def _blame(context: RunContext, history: History, task: Isolated) -> blame.Blame:
@@ -205,20 +205,21 @@ def _not_judged(what: str) -> Finding:
     return Finding(severity="note", about="not judged", sentence=what)
 
 
-def _with_harm(one: Finding, sentence: Sentence | None) -> Finding:
+def _with_harm(one: Finding, judgement: LearnerJudgement | None) -> Finding:
     # A finding on a deleted object has nothing to do with harm.
     told = one.severity in ("warning", "error") and one.runbook != MISSING_OBJECT
-    if sentence is None or not told:
+    if judgement is None or not told:
         return one
     harm = (
-        f"its newest {sentence.updates} updates{of_slice(sentence)}: {sentence.total:+.4f} in all; "
-        f"{sentence.alone:+.5f} each alone, the others' {sentence.others:+.5f}"
+        f"its newest {judgement.updates} updates{of_slice(judgement)}: "
+        f"{judgement.total:+.4f} in all; {judgement.alone:+.5f} each alone, "
+        f"the others' {judgement.others:+.5f}"
     )
     return replace(one, harm=harm)
 
 
 def accusations(
-    sentences: Mapping[str, Sentence], accused: Collection[str], rounds: int
+    judgements: Mapping[str, LearnerJudgement], accused: Collection[str], rounds: int
 ) -> Iterator[Finding]:
     """Yields a finding on each harmful, useless or uneven learner.
 
@@ -226,19 +227,19 @@ def accusations(
     ones.
 
     Args:
-        sentences: the judgement of each learner, by the subject of its finding: "learner a".
+        judgements: the judgement of each learner, by the subject of its finding: "learner a".
         accused: subjects with warnings or errors already: they get no warning here.
         rounds: the number of rounds that were judged.
     """
     against = [
-        one for about, one in sentences.items() if one.word in AGAINST and about not in accused
+        one for about, one in judgements.items() if one.word in AGAINST and about not in accused
     ]
     yield from (
         Finding(severity="note", about=about, sentence=in_words(one))
-        for about, one in sentences.items()
+        for about, one in judgements.items()
         if one.word == "uneven"
     )
-    if len(sentences) >= LEAST_LEARNERS:
+    if len(judgements) >= LEAST_LEARNERS:
         yield from (_accusation(one, rounds) for one in against)
     elif against:
         yield _not_judged(
@@ -247,7 +248,7 @@ def accusations(
         )
 
 
-def _accusation(one: Sentence, rounds: int) -> Finding:
+def _accusation(one: LearnerJudgement, rounds: int) -> Finding:
     return Finding(
         severity="warning",
         about=f"learner {one.learner}",
@@ -261,7 +262,7 @@ def _accusation(one: Sentence, rounds: int) -> Finding:
     )
 
 
-def leaks(effects: Effects, sentences: dict[str, Sentence]) -> Iterator[Finding]:
+def leaks(effects: Effects, judgements: dict[str, LearnerJudgement]) -> Iterator[Finding]:
     """Yields a finding on each learner that seems to train on the held-out data.
 
     Such a learner's updates alone improve the held-out loss, and the others' do not; and the
@@ -269,13 +270,13 @@ def leaks(effects: Effects, sentences: dict[str, Sentence]) -> Iterator[Finding]
     """
     held_out = effects[-1].loss if effects else 0.0
     names = effects.texts
-    for about, one in sentences.items():
+    for about, one in judgements.items():
         own = [effect for effect in effects if effect.learner == one.learner]
         others = [effect for effect in effects if effect.learner != one.learner]
         if len(own) < FEWEST or len(names) < LEAST_LEARNERS or one.alone >= 0 or one.others < 0:
             continue
         # A harmful learner spoils the others' mean, and would make an honest one look like a leak.
-        if min(other.alone for other in sentences.values() if other != one) <= one.alone / 2:
+        if min(other.alone for other in judgements.values() if other != one) <= one.alone / 2:
             continue
         loss = fmean(effect.training_loss for effect in own)
         # The median, since a learner that diverges has no usual loss.

@@ -243,7 +243,7 @@ class Chaos:
             "versions": sum(history.versions()),
             "tape": len(history.times_s),
             "tape_seen_from": history.whole_from,
-            "objects_collected": check_objects(history).collected,
+            "objects_collected": check_objects(history).missing,
             "account": vars(found.account),
             "recoveries": recoveries(history, self.stage.suffered).table(),
             "breaches": [str(breach) for breach in found.breaches],

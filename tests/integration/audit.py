@@ -35,7 +35,7 @@ class Tape(History):
         assert self.end is not None or not ended
         found = audit(self)
         objects = check_objects(self)
-        assert collected or not objects.collected
+        assert collected or not objects.missing
         remake(self, objects)
         of_liars = tuple(f"learner {name} " for name in hostile)
         breaches = [

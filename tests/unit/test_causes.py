@@ -9,7 +9,7 @@ from runlab import RUN, Lab
 
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Entry, Recorded
-from diloco.replay.blame_learners import Effect, Effects, Sentence, judge
+from diloco.replay.blame_learners import Effect, Effects, LearnerJudgement, judge
 from diloco.replay.why_screen import accusations, leaks
 from diloco.run.agreement import ComparedRound, _Compared
 from diloco.run.findings import judged, patience_s
@@ -431,7 +431,7 @@ def test_a_learner_none_of_whose_updates_tell_anything_is_judged_without_a_warni
 )
 def test_of_two_learners_none_is_accused_by_what_its_updates_did(learners, accused):
     sentences = {
-        f"learner {name}": Sentence(
+        f"learner {name}": LearnerJudgement(
             name, "harmful" if name == "a" else "helpful", 0.1, 9, 9, 0.01, -0.005, None
         )
         for name in learners

@@ -11,7 +11,7 @@ from diloco.aggregator.settings import change_settings
 from diloco.common.protocol import names, shards
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.tape import effective_settings
-from diloco.judge.audit import Objects
+from diloco.judge.audit import ObjectsReport
 from diloco.judge.remake_and_compare import remake
 from diloco.replay import whatif
 from diloco.replay.decide import decide
@@ -133,7 +133,7 @@ def test_verify_begins_at_a_stored_state_and_ends_where_it_is_told():
     with pytest.raises(ConfigError, match="no view is stored"):
         chains(history, [0], -1, {})
     # The doctor's way through the same versions.
-    objects = Objects()
+    objects = ObjectsReport()
     remake(history, objects)
     assert not objects.breaches
 

@@ -18,7 +18,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import Recorded
 from diloco.judge import doctor_findings
 from diloco.judge.audit import audit
-from diloco.judge.doctor import said_once
+from diloco.judge.doctor import without_repeats
 from diloco.run.findings import CLOCK_SKEW, FRAGMENT_STOPPED, clock, judged
 from diloco.run.history import History, read_history
 from diloco.run.observed import Observed
@@ -248,7 +248,7 @@ def test_what_two_looks_find_is_said_once_as_the_worse() -> None:
         Finding(severity=severity, about=about, sentence="there is no store")
         for severity, about in (("note", "store"), ("error", "store"), ("note", "bus"))
     )
-    assert said_once([note, other, error, note]) == [error, other]
+    assert without_repeats([note, other, error, note]) == [error, other]
 
 
 def waited(*waits_s: float, steps_per_s: float = 2.0, before: int = 0) -> Observed:

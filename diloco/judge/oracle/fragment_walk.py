@@ -8,11 +8,11 @@ from diloco.common.protocol import wire
 from diloco.common.protocol.layout import Layout
 from diloco.common.storage.tape import Entry, InvalidMessage
 from diloco.judge.oracle import compare_with_previous
+from diloco.judge.oracle.apply_messages import concerns, hear
+from diloco.judge.oracle.apply_observations import watch
 from diloco.judge.oracle.finding import Violation
-from diloco.judge.oracle.hearing import concerns, hear
 from diloco.judge.oracle.life import Close, OwnerLife, RuleBreach, begin
 from diloco.judge.oracle.rounds import recorded, time_up_s
-from diloco.judge.oracle.watching import watch
 
 # The number of these rules; a record states in `policy.rules` which its owner followed.
 RULES = 5.0

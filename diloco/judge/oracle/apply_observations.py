@@ -5,8 +5,8 @@ from collections.abc import Callable
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import Reason, find
 from diloco.judge.oracle import numbers
+from diloco.judge.oracle.apply_messages import wrong_base
 from diloco.judge.oracle.credit import shortened
-from diloco.judge.oracle.hearing import wrong_base
 from diloco.judge.oracle.life import MergedUpdate, OwnerLife, WaitingUpdate
 from diloco.judge.oracle.memory import UpdateId
 from diloco.judge.oracle.rounds import settle, time_is_up, time_up_s
