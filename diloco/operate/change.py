@@ -192,7 +192,7 @@ async def roll_back(target: str, moves: Sequence[RollbackMove]) -> list[wire.Rec
 # Checkpoint and resume
 
 
-async def mark(target: str) -> checkpoint.Marked:
+async def make_checkpoint(target: str) -> checkpoint.Marked:
     """Makes a checkpoint of a run; returns its name and versions.
 
     Raises:

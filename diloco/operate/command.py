@@ -235,11 +235,11 @@ def run_checkpoint(run: shared.Run, timer: TimerOptions) -> int:
 
     The checkpoint is in the object store; `diloco run resume` starts from it. Training continues.
     """
-    from diloco.operate.change import mark
+    from diloco.operate.change import make_checkpoint
     from diloco.operate.run_garbage import status, timed
 
     with working("storing the newest versions"):
-        marked = asyncio.run(timed(run, lambda: mark(run), timer))
+        marked = asyncio.run(timed(run, lambda: make_checkpoint(run), timer))
     say(f"checkpoint [bold]{marked.name}[/]: versions {_vector(marked.versions)}")
     return asyncio.run(status(run, timer))
 

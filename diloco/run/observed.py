@@ -277,7 +277,7 @@ class Observed:
             current: False if the bus is unreachable.
         """
         found = [one.record.totals for one in self.records.values()]
-        learners, unborn = self._learners(now_s)
+        learners, unjoined = self._learners(now_s)
         spent = [one.spent for one in self.known.values()]
         merged = sum(one.inputs for one in self._recent)
         stored_s = [one.stored_at_s for one in self.records.values()]
@@ -317,7 +317,7 @@ class Observed:
             tape_limit_bytes=self.filled.max_bytes,
             quiet_s=max(0.0, now_s - self.extent.last_s),
             stopping_s=max(0.0, now_s - stopped_s),
-            strangers=unborn,
+            strangers=unjoined,
             cut_off=tuple(sorted({one.aggregator for one in self.aggregators if one.cut_off})),
             stood_still=self._stood_still,
             takeovers=self._takeovers(self.extent.last_s if self.ended else now_s),
@@ -390,7 +390,7 @@ class Observed:
             quarantined.update(recorded.record.policy.quarantined)
             for member in recorded.record.policy.members:
                 members[member.learner].append(member)
-        unborn: dict[str, int] = {}
+        unjoined: dict[str, int] = {}
         moment = Moment(
             now_s=now_s,
             until_s=self.extent.last_s if self.ended else now_s,
@@ -404,15 +404,15 @@ class Observed:
             known = self.known.get(name, LearnerHistory())
             newest = max([known.joined, *(one.incarnation for one in members[name])])
             last = known.last
-            if last is not None and self._is_unborn(last.heartbeat.incarnation, newest):
-                unborn[name], last = last.heartbeat.incarnation, None
-            if newest or name not in unborn:
+            if last is not None and self._never_joined(last.heartbeat.incarnation, newest):
+                unjoined[name], last = last.heartbeat.incarnation, None
+            if newest or name not in unjoined:
                 out = known.word.active if known.word is not None else name in quarantined
                 read = Reading(known, last, newest, members[name], out)
                 found.append(learner_status(name, read, moment, self.shards.get(name)))
-        return tuple(found), unborn
+        return tuple(found), unjoined
 
-    def _is_unborn(self, life: int, newest: int) -> bool:
+    def _never_joined(self, life: int, newest: int) -> bool:
         """Returns whether a heartbeat of incarnation `life` is of a life that never joined.
 
         A life's incarnation is the sequence of its join message. None can be above the tape's last

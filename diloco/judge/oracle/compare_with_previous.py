@@ -175,7 +175,7 @@ def decision(life: OwnerLife, close: Close, record: wire.Record) -> Iterator[Rul
     ):
         if not near(expected, found):
             yield RuleBreach("round", name, expected, found)
-    position = life.position(without_sum=not made)
+    position = life.position(verdict_only=not made)
     yield from _equal("position", ("position", position, record.position))
     yield from _inputs(life if made else None, record)
     yield from _rejected(life, record)
@@ -187,7 +187,7 @@ def remembered(life: OwnerLife, record: wire.Record) -> Iterator[RuleBreach]:
     """Checks `record.policy`, the owner's memory; `life` is the owner's state after the record."""
     expected = life.memory.copy()
     expected.seen_seq = max(life.read_seq, life.known_seq)
-    expected.credits = life.credits(without_sum=record.what == "verdict")
+    expected.credits = life.credits(verdict_only=record.what == "verdict")
     for name, wanted, found in expected.differences(PolicyMemory.of(record.policy)):
         yield RuleBreach("memory", name, wanted, found)
 

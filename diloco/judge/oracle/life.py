@@ -201,14 +201,14 @@ class OwnerLife:
         """Returns, by learner, the clipped norm per credited step of its merged update."""
         return {one.manifest.learner: one.clip * one.norm / one.credit.steps for one in self.merged}
 
-    def credits(self, *, without_sum: bool) -> dict[UpdateId, OracleCredit]:
+    def credits(self, *, verdict_only: bool) -> dict[UpdateId, OracleCredit]:
         """Returns the credits of all updates that the next record does not answer.
 
-        `without_sum`: the next record has verdicts alone, so it does not answer the merged updates.
+        `verdict_only`: the next record has verdicts alone, so it answers no merged update.
         """
         found = dict(self.memory.credits) if self.read_seq < self.known_seq else {}
         found |= {update: one.credit for update, one in self.waiting.items()}
-        if without_sum:
+        if verdict_only:
             found |= {update_id(one.manifest): one.credit for one in self.merged}
         return found
 
@@ -243,14 +243,14 @@ class OwnerLife:
         part = self.share() if there == 1 or self.settings.outer.participation else 1.0
         return part * numbers.growth(there) if self.settings.robust and not self.averaged else part
 
-    def position(self, *, without_sum: bool) -> int:
+    def position(self, *, verdict_only: bool) -> int:
         """Returns the lowest stream sequence of an update that the next record does not answer.
 
-        Without such an update it is the sequence after the last that was read. `without_sum`: the
-        next record has verdicts alone, so it does not answer the merged updates.
+        Without such an update it is the sequence after the last that was read. `verdict_only`: the
+        next record has verdicts alone, so it answers no merged update.
         """
         open_seqs = [one.stream_seq for one in self.waiting.values()]
-        open_seqs += [one.stream_seq for one in self.merged] if without_sum else []
+        open_seqs += [one.stream_seq for one in self.merged] if verdict_only else []
         return min(open_seqs, default=self.read_seq + 1)
 
     def resolved(self) -> Iterator[tuple[UpdateId, int, str | None]]:

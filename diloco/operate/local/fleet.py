@@ -68,7 +68,7 @@ class Daemon:
         cores: the CPU cores that its processes use; None: any.
         ended: True once it has ended and is not started again.
         failed_at_s: when it failed recently, by the monotonic clock.
-        ways: how its lives failed (`way_of`).
+        failure_kinds: how its lives failed (`failure_kind`).
         spare: True if the run can continue without it, while another spare daemon runs.
         yields: True if it runs at the lowest priority.
         failed: the process that failed first in this life. The others cannot continue without it.
@@ -82,7 +82,7 @@ class Daemon:
     restarts: int = 0
     ended: bool = False
     failed_at_s: list[float] = field(default_factory=list)
-    ways: list[str] = field(default_factory=list)
+    failure_kinds: list[str] = field(default_factory=list)
     spare: bool = False
     yields: bool = False
     failed: Process | None = None
@@ -267,8 +267,9 @@ class LocalDaemons:
             self.start_again(daemon.name)
             return
         assert daemon.failed is not None
-        daemon.ways.append(way_of(daemon.failed.status, _read(daemon.failed)))
-        if len(daemon.ways) >= ALIKE and len({*daemon.ways[-ALIKE:]}) == 1 and daemon.ways[-1]:
+        daemon.failure_kinds.append(failure_kind(daemon.failed.status, _read(daemon.failed)))
+        newest = daemon.failure_kinds[-ALIKE:]
+        if len(newest) == ALIKE and len({*newest}) == 1 and newest[-1]:
             self._give_up(daemon, daemon.failed)
             return
         daemon.failed_at_s = [s for s in daemon.failed_at_s if now_s - s < WITHIN_S] + [now_s]
@@ -345,7 +346,7 @@ class LocalDaemons:
             file.close()
 
 
-def way_of(status: int | None, text: str) -> str:
+def failure_kind(status: int | None, text: str) -> str:
     """Returns how a process failed: status and error with numbers replaced, to compare failures.
 
     It is "" after a signal.

@@ -37,7 +37,6 @@ from diloco.common.protocol.errors import ConfigError, RunMismatchError
 from diloco.common.storage.tape import has_ended, last_record
 from diloco.operate.local import screen
 from diloco.operate.local.command import LocalOptions
-from diloco.operate.local.document import begun, local_document, note, write_config
 from diloco.operate.local.fleet import LocalDaemons
 from diloco.operate.local.hardware import (
     Hardware,
@@ -45,6 +44,12 @@ from diloco.operate.local.hardware import (
     on_accelerators,
     on_cpu,
     set_hardware,
+)
+from diloco.operate.local.options_file import (
+    load_options,
+    local_document,
+    save_options,
+    write_config,
 )
 from diloco.run.cli.folders import make_folder
 from diloco.run.cli.opening import OpenRun, open_run
@@ -80,7 +85,7 @@ def run_local(options: LocalOptions) -> int:
     begins = options.resume is None
     if options.resume is not None:
         run_dir = options.resume.absolute()
-        options, document = begun(run_dir, options)
+        options, document = load_options(run_dir, options)
         learners = _learner_names(options)
         hardware = set_hardware(document["learner"], learners, options.mesh, options.hosts)
     else:
@@ -101,7 +106,7 @@ def run_local(options: LocalOptions) -> int:
     hardware = _place(console, options, document, hardware)
     if begins:
         make_folder(run_dir)
-        note(run_dir, options)
+        save_options(run_dir, options)
     with NatsServer(run_dir / "nats") as server, LocalDaemons(run_dir / "logs") as fleet:
         fleet.adopt(server)
         document["bus"] = {**document.get("bus", {}), "url": server.url}

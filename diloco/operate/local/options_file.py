@@ -109,7 +109,7 @@ FILE, CONFIG = "local.json", "run.toml"
 KEPT = ("learners", "mesh", "hosts", "aggregators", "cpu", "source")
 
 
-def note(folder: Path, options: LocalOptions) -> None:
+def save_options(folder: Path, options: LocalOptions) -> None:
     """Writes the options that a resumption needs into the run's folder."""
     kept = {name: getattr(options, name) for name in KEPT}
     (folder / FILE).write_text(json.dumps(kept) + "\n")
@@ -122,7 +122,7 @@ def write_config(folder: Path, document: Mapping[str, Any]) -> Path:
     return path
 
 
-def begun(folder: Path, options: LocalOptions) -> tuple[LocalOptions, dict[str, Any]]:
+def load_options(folder: Path, options: LocalOptions) -> tuple[LocalOptions, dict[str, Any]]:
     """Returns the options and the document of the run in a folder, which may have been moved.
 
     Args:
