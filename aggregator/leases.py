@@ -30,7 +30,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import NamedTuple
 
 from diloco.aggregator.context import Context, put_proof
-from diloco.aggregator.core.fragment_division import AggregatorTerms, Pinned, divide
+from diloco.aggregator.core.ownership_division import AggregatorTerms, Pinned, divide
 from diloco.common.process.tasks import first_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (

@@ -31,8 +31,8 @@ from diloco.learner.synchronizer import Meter, Synchronizer, never
 from diloco.learner.tensors import tree
 from diloco.learner.wire.checkpoint_save_and_restore import Restored, readable_parts
 from diloco.learner.wire.claims import GrantedShares
+from diloco.learner.wire.fetch_versions import VersionFetcher
 from diloco.learner.wire.publish import Uploader
-from diloco.learner.wire.receive import VersionFetcher
 
 
 @contextlib.contextmanager

@@ -56,13 +56,13 @@ from diloco.learner.wire.checkpoint_save_and_restore import (
     restore,
 )
 from diloco.learner.wire.claims import Claims
+from diloco.learner.wire.fetch_versions import Receiver, VersionFetcher, load, start_at, whole
 from diloco.learner.wire.incarnation import (
     Joined,
     end_when_superseded,
     join,
 )
 from diloco.learner.wire.publish import Publisher, Uploader
-from diloco.learner.wire.receive import Receiver, VersionFetcher, load, start_at, whole
 from diloco.learner.wire.resume_position import ResumePosition, place_after_join
 
 # Seconds that the error which ends a life waits for the last heartbeat to be sent.

@@ -15,7 +15,7 @@ rounds.py                when a round opens and closes, and when the machine wan
 memory.py                the part of a state that records carry to the next owner
 decisions.py             decisions as a record states them, and deciding again from a tape
 garbage.py               which messages and objects of a fragment can be removed
-fragment_division.py     which fragments an aggregator acquires and releases
+ownership_division.py    which fragments an aggregator acquires and releases
 
 Comments in these files say why a rule is there, and name the invariant that it keeps:
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from diloco.common.process.config import Config, RunSettings
 from diloco.common.protocol.errors import ConfigError
 from diloco.infra.provision.building import ONE_DEVICE, check_run, model_or_fault
+from diloco.infra.provision.check_machines import check_machines
 from diloco.infra.provision.costs import ResourceCost, fleet_costs
 from diloco.infra.provision.files import check_auth, check_names, check_releases, read_run
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, chips_of, read_fleet
 from diloco.infra.provision.known import Known, known
-from diloco.infra.provision.machines import check_machines
 from diloco.infra.provision.places import check_places
 from diloco.learner.tensors.tree import task_layout
 from diloco.plan.costs import REST_BYTES

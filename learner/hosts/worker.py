@@ -34,8 +34,8 @@ from diloco.learner.hosts.messages import (
     read_message,
 )
 from diloco.learner.wire.claims import GrantedShares
+from diloco.learner.wire.fetch_versions import VersionFetcher
 from diloco.learner.wire.publish import Uploader
-from diloco.learner.wire.receive import VersionFetcher
 
 M = TypeVar("M", bound=HostMessage)
 

@@ -55,7 +55,9 @@ def test_a_run_that_goes_on_is_exported_as_it_is_and_as_it_was(new_world, option
         return world.until(reached, f"versions {least}")
 
     before = versions_after([3, 3, 3])
-    marked = asyncio.run(asyncio.wait_for(operate.mark(str(world.config_path)), PATIENCE_S))
+    marked = asyncio.run(
+        asyncio.wait_for(operate.make_checkpoint(str(world.config_path)), PATIENCE_S)
+    )
     now = export(world, "now", "--format", "hf")
     later = versions_after([version + 3 for version in now["versions"]])
     old = export(world, "old", "--format", "hf", "--version", "2")

@@ -124,7 +124,7 @@ def test_a_new_tape_is_followed_by_itself(own_nats_server, unique, tmp_path):
         with diloco.follow(world.config_path) as model:
             until_version(model, 3)
             check_codes_lead_to_the_views(world)
-            marked = asyncio.run(operate.mark(str(world.config_path)))
+            marked = asyncio.run(operate.make_checkpoint(str(world.config_path)))
             until_version(model, max(marked.versions) + 1)
             for process in processes:
                 process.kill()

@@ -17,7 +17,7 @@ from diloco.common.storage.bus import Message
 from diloco.common.storage.bus.jetstream import NatsBus
 from diloco.common.storage.store import DirectoryStore, open_store
 from diloco.learner.background import Context
-from diloco.learner.wire.receive import load as load_newest
+from diloco.learner.wire.fetch_versions import load as load_newest
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 # The tape keeps every life's messages, to be looked at afterwards.

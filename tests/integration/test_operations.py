@@ -141,7 +141,7 @@ def test_a_run_is_resumed_from_its_store_alone(own_nats_server, unique, tmp_path
         with pytest.raises(ConfigError, match="no checkpoint"):
             ask(operate.resume(target, None))
         ask(operate.change(target, ["outer.learning_rate=0.5"]))
-        marked = ask(operate.mark(target))
+        marked = ask(operate.make_checkpoint(target))
         before = until_versions(world, [version + 2 for version in marked.versions])
         # On a busy machine one of them may have announced nothing by then.
         sent = {name: position_sent(before, name, marked) for name in LEARNERS}

@@ -143,7 +143,7 @@ def test_a_tape_in_a_file_is_the_same_tape(eventful, tmp_path, own_nats_server):
     with pytest.raises(ConfigError, match="was made with --no-objects"):
         run_restore(one, None, objects=True)
     with pytest.raises(ConfigError, match="needs the run on a server"):
-        ask(operate.mark(str(one)))
+        ask(operate.make_checkpoint(str(one)))
 
 
 def test_the_model_as_it_was(eventful, tmp_path):

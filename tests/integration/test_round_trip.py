@@ -14,7 +14,7 @@ from harness import ROOT, Process, World
 
 BY_CLOCK_OR_FAULT = {
     "aggregator/compare_and_swap.py",
-    "aggregator/core/fragment_division.py",
+    "aggregator/core/ownership_division.py",
     "aggregator/core/garbage.py",
     "aggregator/leases.py",
     "aggregator/owner/garbage_collector.py",

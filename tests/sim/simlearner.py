@@ -32,13 +32,13 @@ from diloco.learner.core.handover import NOTHING, Arrived, Decoded
 from diloco.learner.leading_host import say_end
 from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer
 from diloco.learner.wire.claims import LOOK_S, Claims
+from diloco.learner.wire.fetch_versions import Receiver, VersionFetcher, load, start_at
 from diloco.learner.wire.incarnation import (
     Joined,
     end_when_superseded,
     join,
 )
 from diloco.learner.wire.publish import Publisher, Uploader
-from diloco.learner.wire.receive import Receiver, VersionFetcher, load, start_at
 from diloco.learner.wire.resume_position import ResumePosition, place_after_join
 
 # The value of `learner.drain_timeout_s`.

@@ -25,7 +25,7 @@ from diloco.learner.core.events import (
     sync_rules,
 )
 from diloco.learner.tensors.checkpoint import PartFolder
-from diloco.learner.wire.receive import Receiver
+from diloco.learner.wire.fetch_versions import Receiver
 from diloco.learner.wire.resume_position import ResumePosition
 
 SEEDS = 500
@@ -271,7 +271,7 @@ def no_answer_taken_for_one():
 def deltas_taken_as_they_come():
     """A learner does not compare a version's delta with the checksum in its record."""
     return mock.patch(
-        "diloco.learner.wire.receive.get_object", lambda store, ref: store.get(ref.name)
+        "diloco.learner.wire.fetch_versions.get_object", lambda store, ref: store.get(ref.name)
     )
 
 
@@ -360,7 +360,7 @@ def state_at_the_runs_rate():
 def deaf_to_pauses():
     """A learner trains on while the run is paused."""
     return mock.patch(
-        "diloco.learner.wire.receive.sync_rules",
+        "diloco.learner.wire.fetch_versions.sync_rules",
         lambda section, layout=None, **_: sync_rules(section, layout),
     )
 

@@ -118,7 +118,7 @@ def test_whoever_looks_at_the_run_sees_it_whatever_one_learner_says(case: str) -
             assert sentence.startswith("says: ")
 
 
-def unborn_of(life: Callable[[Lab], int]) -> tuple[RunStatus, list[tuple[str, str]]]:
+def unjoined_of(life: Callable[[Lab], int]) -> tuple[RunStatus, list[tuple[str, str]]]:
     async def work() -> tuple[RunStatus, list[tuple[str, str]]]:
         lab = Lab()
         await lab.create()
@@ -138,14 +138,14 @@ def unborn_of(life: Callable[[Lab], int]) -> tuple[RunStatus, list[tuple[str, st
 
 
 def test_a_life_that_never_joined_counts_for_nothing() -> None:
-    status, found = unborn_of(lambda _: 10**12)
+    status, found = unjoined_of(lambda _: 10**12)
     assert [one.state for one in status.learners if one.name == LIAR] == ["silent"]
     assert any("never joined" in one.sentence for one in status.alerts)
     assert [severity for severity, _ in found] == ["warning"]
     # On a tape that was read to its end, of one whose number is another message's too.
-    _, found = unborn_of(lambda lab: lab.lives[LIAR] + 1)
+    _, found = unjoined_of(lambda lab: lab.lives[LIAR] + 1)
     assert [severity for severity, _ in found] == ["warning"]
-    status, found = unborn_of(lambda lab: lab.lives[LIAR])
+    status, found = unjoined_of(lambda lab: lab.lives[LIAR])
     assert found == []
     assert [one.state for one in status.learners if one.name == LIAR] == ["training"]
 

@@ -46,7 +46,7 @@ from diloco.learner.leading_host import _common_checkpoint
 from diloco.learner.library import _Hanging
 from diloco.learner.synchronizer import never
 from diloco.learner.wire.claims import GrantedShares
-from diloco.learner.wire.receive import Receiver
+from diloco.learner.wire.fetch_versions import Receiver
 
 REF = wire.ObjectRef(name="r/global/0/x", size_bytes=7, crc32c=9)
 CHANGE = Change(0, 44, "4" * 32, None, (REF,))

@@ -1,4 +1,4 @@
-"""How aggregators divide fragments: `diloco.aggregator.core.fragment_division`, step by step until nothing moves."""
+"""How aggregators divide fragments: `diloco.aggregator.core.ownership_division`, step by step until nothing moves."""
 
 import asyncio
 from dataclasses import replace
@@ -10,7 +10,7 @@ from runlab import RUN, Lab
 from structlog.testing import capture_logs
 
 from diloco.aggregator import leases
-from diloco.aggregator.core.fragment_division import AggregatorTerms, divide
+from diloco.aggregator.core.ownership_division import AggregatorTerms, divide
 from diloco.aggregator.owner.owner import Owners
 from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.common.process.tasks import cancel

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.common.protocol.errors import DilocoError
-from diloco.operate.local.fleet import ALIKE, LocalDaemons, last_words, way_of
+from diloco.operate.local.fleet import ALIKE, LocalDaemons, failure_kind, last_words
 
 PATIENCE_S = 300.0
 DIVERGED = """{"action": "started"}
@@ -18,14 +18,14 @@ hint: restart it
 
 
 def test_lives_that_end_alike_but_for_their_numbers() -> None:
-    assert way_of(75, DIVERGED) == way_of(75, DIVERGED.replace("17", "4711"))
-    assert way_of(75, DIVERGED) != way_of(76, DIVERGED)
-    assert way_of(75, DIVERGED) != way_of(75, DIVERGED.replace("nan", "inf"))
+    assert failure_kind(75, DIVERGED) == failure_kind(75, DIVERGED.replace("17", "4711"))
+    assert failure_kind(75, DIVERGED) != failure_kind(76, DIVERGED)
+    assert failure_kind(75, DIVERGED) != failure_kind(75, DIVERGED.replace("nan", "inf"))
 
 
 def test_a_signal_says_nothing_of_why() -> None:
-    assert way_of(-9, DIVERGED) == ""
-    assert way_of(None, DIVERGED) == ""
+    assert failure_kind(-9, DIVERGED) == ""
+    assert failure_kind(None, DIVERGED) == ""
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ from diloco.learner.core.events import (
 )
 from diloco.learner.core.handover import NOTHING, Decoded
 from diloco.learner.tensors.send_and_adopt import Delta, PendingView, Replica
-from diloco.learner.wire.receive import WAITING_VIEWS, Receiver, VersionFetcher, start_at
-from diloco.learner.wire.receive import load as load_newest
+from diloco.learner.wire.fetch_versions import WAITING_VIEWS, Receiver, VersionFetcher, start_at
+from diloco.learner.wire.fetch_versions import load as load_newest
 from diloco.operate.make_streams import make_streams
 
 ODD = 3 * SNAPSHOT_EVERY + 1  # one version after its third snapshot

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from diloco.learner.wire.receive import Room
+from diloco.learner.wire.fetch_versions import Room
 
 
 def test_who_waits_for_room_hears_of_each_part_that_a_thread_gives_back(run_async):
