@@ -100,8 +100,9 @@ def share_of(weight: float, unit: int) -> float:
 def unit_after(unit: int | None, weight: float) -> int:
     """Returns the k of the unit 2^k in which the weight of a round's next input is measured.
 
-    The first input's k is floor(log2(weight)). Later inputs keep it, except one that is at least
-    2^`HEADROOM` times heavier, whose coefficients might exceed their range.
+    An input's own k is floor(log2(weight)). The first input of a round gets its own k. A later
+    input gets the k of the input before it, unless its own k is greater by `HEADROOM` or more: then
+    its coefficients might exceed their range, and it gets its own k.
 
     Args:
         unit: k of the previous input; None for the first input.

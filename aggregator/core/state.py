@@ -220,7 +220,13 @@ def awaiting(state: State) -> State:
 
 
 def with_admitted(state: State, update: UpdateId, admitted: Admitted) -> State:
-    """Returns the state with a waiting update moved to the round's merged updates."""
+    """Returns the state with an update moved from the waiting updates to the round's merged ones.
+
+    Args:
+        state: the state.
+        update: identity of the waiting update.
+        admitted: the same update with its staleness, discount, clip and norm.
+    """
     learner = admitted.manifest.learner
     passed = state.pending[update].passed
     return state._replace(
@@ -232,7 +238,11 @@ def with_admitted(state: State, update: UpdateId, admitted: Admitted) -> State:
 
 
 def with_round_of(state: State, other: State) -> State:
-    """Returns `state` with the merged and the waiting updates of `other`."""
+    """Returns `state` with its merged and waiting updates replaced by those of `other`.
+
+    What depends on these updates is replaced too: the number announced by each learner, and the
+    norms of the merged updates' learners.
+    """
     norms = {one.manifest.learner: one.norm_per_step for one in other.admitted}
     return state._replace(
         admitted=other.admitted,

@@ -136,7 +136,7 @@ def join(run: str, learner: str) -> str:
 
 
 def leave(run: str, learner: str) -> str:
-    """Returns the subject of a learner's leaves."""
+    """Returns the subject on which a learner announces that it leaves the run."""
     return f"diloco.{run}.leave.{learner}"
 
 

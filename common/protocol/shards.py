@@ -382,7 +382,7 @@ Data: TypeAlias = bytes | memoryview | Buffers
 
 
 def parts_of(data: Data) -> Buffers:
-    """Returns `data` as `Buffers`, without a copy."""
+    """Returns `data` as `Buffers`, a sequence of byte buffers, without a copy."""
     return data if isinstance(data, Buffers) else Buffers(data)
 
 

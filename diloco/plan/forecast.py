@@ -138,17 +138,20 @@ class Bandwidth(NamedTuple):
 
 
 class Daily(NamedTuple):
-    """Totals of a day, over all learners and the aggregator.
+    """Totals of a day, over all learners and the aggregator; without deletions and rejoins.
+
+    A record larger than `wire.RECORD_BYTES` is stored as an object. Its object and requests are
+    counted as such, but its bytes only in `tape_bytes` and `record_reads`.
 
     Attributes:
         objects_written: objects written to the store.
         objects_read: objects read from the store, counted at each reader.
         gets: requests that read objects; a large object takes several.
-        bytes_written: bytes written to the store.
-        bytes_read: bytes read from the store.
+        bytes_written: bytes written to the store, without records.
+        bytes_read: bytes read from the store, without records; counted at each reader.
         bytes_merged: bytes of updates, which the aggregator reads; part of `bytes_read`.
         records: the number of records.
-        tape_bytes: bytes of manifests and records on the tape.
+        tape_bytes: bytes of manifests and records.
         record_reads: bytes of records that learners read; each learner reads every record.
     """
 

@@ -134,13 +134,13 @@ def _is_there(store: ObjectStore, name: str) -> bool:
 
 
 def breach(rule: str, told: Sequence[str], runbook: str, about: str = "store") -> Finding:
-    """Returns the error on objects that break a rule.
+    """Returns a finding of severity "error" for a broken rule: stop, and delete nothing.
 
     Args:
         rule: the rule's name.
-        told: a sentence for each fault; the finding has the first, and the number of the others.
+        told: a sentence for each breach; the finding has the first, and the number of the others.
         runbook: path of the runbook.
-        about: what the objects belong to.
+        about: the finding's subject: "store" or "tape".
     """
     more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
     return Finding(

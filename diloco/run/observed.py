@@ -144,7 +144,7 @@ class Observed:
         return {name: one.last for name, one in self.known.items() if one.last is not None}
 
     def names(self) -> set[str]:
-        """Returns the name of every learner that a record, a join or a heartbeat names."""
+        """Returns the names of all learners in the newest records and in other messages."""
         members = (one.record.policy.members for one in self.records.values())
         return {one.learner for each in members for one in each} | self.known.keys()
 

@@ -41,12 +41,15 @@ class Joined(NamedTuple):
 
 
 async def join(context: Context, host: str, platform: str = "") -> Joined:
-    """Publishes this learner's join, only once; retries transient faults.
+    """Publishes this learner's join so that it is stored exactly once; retries transient faults.
 
     Args:
         context: the learner's context.
         host: the machine's name, for people.
         platform: devices and software of the machine, for people.
+
+    Returns:
+        The incarnation that the join began, and the message ids of the attempts to publish it.
     """
     message = wire.Join(
         run=context.run,

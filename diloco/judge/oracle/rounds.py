@@ -134,7 +134,11 @@ def _count(life: OwnerLife) -> None:
 
 
 def _complete(life: OwnerLife) -> bool:
-    """True if the round answers an update of every awaited learner, and no update waits."""
+    """True if the round answers an update of every awaited learner, and no update is unread.
+
+    An update that was passed on to the next round does not count as unread. With lockstep, at least
+    `quorum.min_learners` learners must be answered.
+    """
     answered = life.answered()
     lockstep = life.settings.sync.mode == "lockstep"
     if lockstep and len(answered) < life.settings.quorum.min_learners:

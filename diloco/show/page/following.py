@@ -1,6 +1,7 @@
-"""Follows a run for its live page: reads the tape once, and draws the page once for all browsers.
+"""Follows a run for its live page: reads the tape once, for all browsers.
 
-The server sends the same drawings to every browser, so a further browser costs only their bytes.
+The server draws each section of the page once for all browsers, except the learners' section: a
+browser asks for the learners that it shows, and only these are drawn for it.
 """
 
 import asyncio
