@@ -39,13 +39,13 @@ HOSTILE = "</td><script>alert(1)</script>"
 PATIENCE_S = 300.0
 
 
-async def made(versions: int, learners: int = 3, fragments: int = 2) -> Lab:
+async def made(versions: int, learners: int = 3, fragments: int = 2, failed: str = "") -> Lab:
     lab = Lab(fragments=fragments)
     await lab.create()
     forger = Forger(lab.context, [f"learner-{index:04d}" for index in range(learners)], 97, 40)
     await forger.forge(versions)
-    for life in forger.lives.items():
-        await beat(lab, *life)
+    for learner, life in forger.lives.items():
+        await beat(lab, learner, life, state="failed" if learner == failed else "training")
     return lab
 
 
@@ -240,6 +240,20 @@ def test_parts_do_not_grow_with_the_fleet() -> None:
 
     for size, most in zip(asyncio.run(sizes(400)), (32 << 10, 256 << 10, 96 << 10), strict=True):
         assert size < most
+
+
+def test_learners_that_do_not_train_are_on_the_first_page_of_the_table() -> None:
+    async def first_learners() -> list[str]:
+        lab = await made(4, learners=html_sections.LEARNERS + 20, failed="learner-0059")
+        async with followed_run(lab) as run:
+            status = await run.status()
+            assert status is not None
+            first = html_sections.Learners(run.shown(), status)(0, "")
+            return re.findall(r'<tr><td class="text">(learner-\d+)<', first)
+
+    shown = asyncio.run(first_learners())
+    assert len(shown) == html_sections.LEARNERS
+    assert shown[:3] == ["learner-0059", "learner-0000", "learner-0001"]
 
 
 def test_what_is_no_number_is_null() -> None:

@@ -191,7 +191,8 @@ def _reasons(series: TimeSeries) -> str:
 def learners(shown: Shown, statuses: Sequence[LearnerStatus]) -> SummaryTable:
     """Returns a table with a row for each learner, in order of name.
 
-    Learners that neither train nor have left come last.
+    Learners that neither train nor have left come first, so that the first page of a large fleet's
+    table has them.
     """
     now = {one.name: one for one in statuses}
     lanes, times = {lane.learner: lane for lane in shown.lanes}, spent(shown)
@@ -199,7 +200,7 @@ def learners(shown: Shown, statuses: Sequence[LearnerStatus]) -> SummaryTable:
     sums = _sums(shown.series)
     names = sorted(
         now.keys() | lanes.keys(),
-        key=lambda name: (name in now and now[name].state not in ("training", "left"), name),
+        key=lambda name: (name not in now or now[name].state in ("training", "left"), name),
     )
     rows = [
         (
