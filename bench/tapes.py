@@ -457,12 +457,12 @@ def index(versions: int) -> None:
     from diloco.run.spool import Spool, Spooled, Times
 
     learners = 3
-    began_mib, log_, times_s, spool = resident_mib(), StreamIndex(), Times(), Spool()
+    began_mib, stream_index, times_s, spool = resident_mib(), StreamIndex(), Times(), Spool()
     entries = [Spooled[int](spool, lambda at, _: at) for _ in range(2)]
     whose, sizes, places = array("i"), array("i"), array("i")
     for seq in range(1, versions * (learners + 1) + 1):
         subject = f"subject{seq % (FRAGMENTS * (learners + 1))}"
-        log_.add(100 * seq, Message(subject, seq, 0.0, b"", ""))
+        stream_index.add(100 * seq, Message(subject, seq, 0.0, b"", ""))
         times_s.add(seq, float(seq))
         if seq % (learners + 1):
             whose.append(seq % learners)

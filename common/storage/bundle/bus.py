@@ -25,7 +25,7 @@ class BundleBus:
         run = bundle.run
         self._logs = {names.tape_stream(run): bundle.tape, names.ops_stream(run): bundle.ops}
 
-    def _log(self, stream: str) -> StreamIndex:
+    def _stream_index(self, stream: str) -> StreamIndex:
         if stream not in self._logs:
             raise StreamMissingError(f"{str(self._bundle.path)!r} has no stream {stream!r}")
         return self._logs[stream]
@@ -50,26 +50,26 @@ class BundleBus:
     async def last(self, stream: str, subject: str) -> Message | None:
         """Implements `Bus.last`."""
         check_subject(subject, wildcards=True)
-        log = self._log(stream)
-        at = log.last(_matching(log, [subject]))
+        stream_index = self._stream_index(stream)
+        at = stream_index.last(_matching(stream_index, [subject]))
         return None if at is None else self._bundle.message(at)
 
     async def last_sequence(self, stream: str) -> int:
         """Implements `Bus.last_sequence`."""
-        seqs = self._log(stream).seqs
+        seqs = self._stream_index(stream).seqs
         return seqs[-1] if seqs else 0
 
     async def filled(self, stream: str) -> Filled:
         """Implements `Bus.filled`: the whole file's size; a file has no limit."""
-        self._log(stream)
+        self._stream_index(stream)
         return Filled(self._bundle.path.stat().st_size, 0)
 
     async def read(
         self, stream: str, subjects: list[str], start_seq: int
     ) -> AsyncIterator[Message]:
         """Implements `Bus.read`; after the last message it waits for ever."""
-        log = self._log(stream)
-        for count, at in enumerate(log.rows(_matching(log, subjects), start_seq)):
+        stream_index = self._stream_index(stream)
+        for count, at in enumerate(stream_index.rows(_matching(stream_index, subjects), start_seq)):
             if count % TURN == 0:
                 await asyncio.sleep(0)
             yield self._bundle.message(at)
@@ -87,11 +87,11 @@ class BundleBus:
         """Does nothing, as whoever opened the bundle closes it."""
 
 
-def _matching(log: StreamIndex, patterns: list[str]) -> set[int]:
+def _matching(stream_index: StreamIndex, patterns: list[str]) -> set[int]:
     if not any("*" in pattern or ">" in pattern for pattern in patterns):
-        return {index for pattern in patterns for index in log.ids(pattern)}
+        return {index for pattern in patterns for index in stream_index.ids(pattern)}
     return {
         index
-        for index, subject in enumerate(log.subjects)
+        for index, subject in enumerate(stream_index.subjects)
         if any(subject_matches(pattern, subject) for pattern in patterns)
     }

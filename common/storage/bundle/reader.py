@@ -273,14 +273,14 @@ def _take(bundle: Bundle, at: int, content: Any) -> None:
     of.add(content[named], content["of"], FilePiece(at, begin, begin + len(content["data"])))
 
 
-def _take_message(bundle: Bundle, log: StreamIndex, at: int, content: Any) -> None:
+def _take_message(bundle: Bundle, stream_index: StreamIndex, at: int, content: Any) -> None:
     message = as_message(bundle.path, content)
-    if log.seqs and message.seq <= log.seqs[-1]:
-        raise damaged(bundle.path, f"sequence {message.seq} comes after {log.seqs[-1]}")
-    if not log.ids(message.subject):
-        subjects = names.tape_subjects if log is bundle.tape else names.ops_subjects
+    if stream_index.seqs and message.seq <= stream_index.seqs[-1]:
+        raise damaged(bundle.path, f"sequence {message.seq} comes after {stream_index.seqs[-1]}")
+    if not stream_index.ids(message.subject):
+        subjects = names.tape_subjects if stream_index is bundle.tape else names.ops_subjects
         check_of_run(bundle.path, bundle.run, subjects(bundle.run), message)
-    log.add(at, message)
+    stream_index.add(at, message)
 
 
 def _check_end(bundle: Bundle, content: dict[str, Any], *, strict: bool) -> None:

@@ -77,13 +77,13 @@ class Connection:
             raise type(self._outage)(self._outage.message, hint=self._outage.hint)
         return self.link
 
-    async def wait_linked(self, pause: Backoff) -> None:
-        """Sleeps for the next pause of `pause`, and then waits until there is a link.
+    async def wait_linked(self, backoff: Backoff) -> None:
+        """Sleeps for the next pause of `backoff`, and then waits until there is a link.
 
         Raises:
             BusError: the server refuses this client.
         """
-        await pause.wait()
+        await backoff.wait()
         while not self._linked.is_set():
             if not self._outage.retry:
                 self.current()
@@ -144,9 +144,9 @@ class Connection:
             self._linked.set()
 
     async def _dial(self) -> Link:
-        pause, refusals = Backoff(), 0
+        backoff, refusals = Backoff(), 0
         while True:
-            await pause.wait()
+            await backoff.wait()
             link = Link(self.address)
             try:
                 await link.open(_DIAL_TIMEOUT_S)

@@ -287,7 +287,7 @@ class NatsBus:
     ) -> AsyncIterator[Message]:
         """Implements `Bus.read`; reconnects and makes new consumers; ends when the bus closes."""
         check_patterns(subjects)
-        position, pause = max(start_seq, 1), Backoff()
+        position, backoff = max(start_seq, 1), Backoff()
         cursor: Cursor | None = None
         try:
             while not self._connection.closed:
@@ -298,9 +298,9 @@ class NatsBus:
                 except BusUnavailableError:
                     if cursor is not None:
                         await cursor.close()
-                        pause.reset_after(cursor.age_s())
+                        backoff.reset_after(cursor.age_s())
                     cursor = None
-                    await self._connection.wait_linked(pause)
+                    await self._connection.wait_linked(backoff)
                     continue
                 position = message.seq + 1
                 yield message
@@ -330,7 +330,7 @@ class NatsBus:
         dropped.
         """
         check_subject(subject, wildcards=True)
-        pause, loop = Backoff(), asyncio.get_running_loop()
+        backoff, loop = Backoff(), asyncio.get_running_loop()
         while not self._connection.closed:
             started = loop.time()
             try:
@@ -340,8 +340,8 @@ class NatsBus:
                     async for message in heard:
                         yield message
             except BusUnavailableError:
-                pause.reset_after(loop.time() - started)
-                await self._connection.wait_linked(pause)
+                backoff.reset_after(loop.time() - started)
+                await self._connection.wait_linked(backoff)
 
     async def close(self) -> None:
         """Releases the connection; reads and listeners end."""
@@ -389,7 +389,7 @@ async def connect(
         None if tls_ca is None else Path(tls_ca),
     )
     check_address(address)
-    loop, pause = asyncio.get_running_loop(), Backoff()
+    loop, backoff = asyncio.get_running_loop(), Backoff()
     deadline = loop.time() + connect_timeout_s
     while True:
         link = Link(address)
@@ -398,7 +398,7 @@ async def connect(
         except BusUnavailableError:
             if loop.time() >= deadline:
                 raise
-            await pause.wait(deadline - loop.time())
+            await backoff.wait(deadline - loop.time())
             continue
         fenced = direct_reads or (own is not None and own.direct_reads)
         return NatsBus(address, link, own, direct_reads=fenced)
