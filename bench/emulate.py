@@ -26,7 +26,7 @@ import numpy as np
 from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.core import events, rounds
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
 from diloco.aggregator.core.updates import UpdateId, update_id
 from diloco.aggregator.stop_and_end import NewestRecord, stop_reason

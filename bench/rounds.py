@@ -33,7 +33,7 @@ import numpy as np
 
 from bench.harness import run_part
 from diloco.aggregator.core import events, machine, memory
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.events import Fetch
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import UpdateId

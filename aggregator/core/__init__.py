@@ -3,14 +3,15 @@
 For each fragment there is a state machine. The *driver* of a machine gives it events and carries
 out the effects that it returns; in an aggregator the driver is the fragment's owner (`owner/`).
 
-weights_and_discounts.py formulas: weight, discount, quorum, pace, grace, moving averages
+round_and_weight_formulas.py
+                         weight, discount, quorum, pace, grace, moving averages
 state.py                 the state of a machine
 members.py               the learners in a state, medians over them, and liveness from heartbeats
 updates.py               the waiting, merged and rejected updates in a state
 immutable_collections.py maps, sorted values and counts that change at little cost
 events.py                a machine's inputs (events), and what it asks its driver to do (effects)
 machine.py               step(rules, state, event) -> (state, effects)
-admission.py             which updates are merged, and from whom; their credited steps and tokens
+admission_and_credit.py  which updates are merged, and from whom; their credited steps and tokens
 rounds.py                when a round opens and closes, and when the machine wants a timer
 memory.py                the part of a state that records carry to the next owner
 decisions.py             decisions as a record states them, and deciding again from a tape

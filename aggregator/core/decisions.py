@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 from diloco.aggregator.core import events, machine, memory, rounds
 from diloco.aggregator.core.events import Commit
+from diloco.aggregator.core.round_and_weight_formulas import FragmentRules
 from diloco.aggregator.core.state import State, Storing
 from diloco.aggregator.core.updates import RejectedUpdate, UpdateId
-from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.protocol import wire
 
 

@@ -50,7 +50,8 @@ class Announced(NamedTuple):
 class Undecoded(NamedTuple):
     """Event: a message under an update's subject was not decoded.
 
-    The message is invalid, or its sender has no allowance left (`admission.may_announce`).
+    The message is invalid, or its sender has no allowance left
+    (`admission_and_credit.may_announce`).
     """
 
     stored_at_s: float

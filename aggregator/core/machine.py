@@ -29,10 +29,11 @@ Rules of the core:
 from collections.abc import Callable
 from typing import Any
 
-from diloco.aggregator.core import admission, events, memory, rounds
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import admission_and_credit, events, memory, rounds
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.events import Discard, Ignored, Merge, Result
 from diloco.aggregator.core.members import Member
+from diloco.aggregator.core.round_and_weight_formulas import FragmentRules
 from diloco.aggregator.core.state import (
     NOBODY,
     State,
@@ -53,7 +54,6 @@ from diloco.aggregator.core.updates import (
     UpdateId,
     refuse,
 )
-from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import Reason
 
@@ -136,7 +136,7 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     manifest = event.manifest
     update = UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
     # First of all, as decoding alone costs us time, whatever the message says.
-    state, allowed = admission.spend(rules, state, manifest.learner, event)
+    state, allowed = admission_and_credit.spend(rules, state, manifest.learner, event)
     if not allowed:
         return state, (_ignored(manifest, Reason.RATE),)
     if manifest.epoch != rules.epoch:
@@ -148,10 +148,10 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         return state, ()
     # An incarnation's mark is its highest seq with a verdict: of two updates in flight, a verdict
     # on the later one first would lose the earlier one (invariants 2 and 4).
-    if admission.overtakes(state, update):
+    if admission_and_credit.overtakes(state, update):
         return state, (_ignored(manifest, Reason.IN_FLIGHT),)
     # Judged before its shards are read: refusing an update by its manifest must cost no reading.
-    verdict = admission.judge(rules, state, event)
+    verdict = admission_and_credit.judge(rules, state, event)
     if verdict is not None:
         refused = refuse(manifest, event.stream_seq, *verdict)
         return rounds.reject(rules, state, refused, state.now_s)
@@ -162,10 +162,10 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         # from that of a machine that never died (invariant 3).
         member = member._replace(final=member.final or manifest.final)
     else:
-        given = admission.credit(rules, state, manifest, event.stored_at_s)
+        given = admission_and_credit.credit(rules, state, manifest, event.stored_at_s)
         # An update of an older incarnation: over the allowance when it was read before a recovery.
         if manifest.incarnation == member.incarnation:
-            member = admission.observed(rules, state, manifest, given, event.stored_at_s)
+            member = admission_and_credit.observed(rules, state, manifest, given, event.stored_at_s)
     state = with_member(state, manifest.learner, member)
     waits = Pending(manifest, event.stream_seq, state.now_s, event.stored_at_s, given)
     state = with_pending(state, update, waits)
@@ -177,7 +177,7 @@ def _ignored(manifest: wire.Manifest, reason: Reason) -> Ignored:
 
 
 def _on_undecoded(rules: FragmentRules, state: State, event: events.Undecoded) -> Result:
-    state, allowed = admission.spend(rules, state, event.learner, event)
+    state, allowed = admission_and_credit.spend(rules, state, event.learner, event)
     if allowed:
         return state, ()
     return state, (Ignored(event.learner, Reason.RATE, f"{event.size_bytes} bytes not decoded"),)
@@ -228,14 +228,18 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
     # Judged again, since it waited: meanwhile there may have been a version, a rollback or a
     # quarantine, and only updates that fit the current version are merged.
     manifest = pending.manifest
-    wrong = admission.quarantined(state, manifest) or admission.wrong_base(rules, state, manifest)
+    wrong = admission_and_credit.quarantined(state, manifest) or admission_and_credit.wrong_base(
+        rules, state, manifest
+    )
     if wrong is not None:
         refused = refuse(manifest, pending.stream_seq, *wrong)
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
     # The norm is measured, not claimed, so it limits an update's effect whatever the manifest says.
     # Too long updates are clipped, never rejected: norms fall by orders of magnitude as a model
     # converges, and honest learners differ.
-    clip = admission.clip(rules.bounds, state, manifest.learner, pending.credit, event.norm)
+    clip = admission_and_credit.clip(
+        rules.bounds, state, manifest.learner, pending.credit, event.norm
+    )
     return _admit(rules, state, pending, clip, event)
 
 
@@ -352,7 +356,7 @@ def _on_made(rules: FragmentRules, state: State, event: events.Made) -> Result:
         view_digest=event.view_digest,
         phase="idle",
         observations=(),
-        storing=Storing(True, admission.offenders(rules, after, resolved)),
+        storing=Storing(True, admission_and_credit.offenders(rules, after, resolved)),
     )
     # The next round begins before the record is committed, so that a slow store delays no reading.
     # If another owner's record is committed instead, this tenure ends, and its decisions are

@@ -5,9 +5,10 @@ merged from the moment the last version is made. A slow store delays the version
 update that was announced in time.
 """
 
-from diloco.aggregator.core import admission, memory
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import admission_and_credit, memory
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.events import AskCut, Commit, Fetch, OpenRound, Result
+from diloco.aggregator.core.round_and_weight_formulas import FragmentRules
 from diloco.aggregator.core.state import (
     Cut,
     State,
@@ -19,7 +20,6 @@ from diloco.aggregator.core.state import (
     with_round_of,
 )
 from diloco.aggregator.core.updates import RejectedUpdate, Resolved, WaitingUpdates, refuse
-from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.protocol.layout import next_step
 from diloco.common.protocol.reasons import Reason
 
@@ -170,7 +170,7 @@ def give_verdicts(
     # reject what its successor merges (invariant 2).
     said = awaiting(state)._replace(final=final)
     after = memory.after_record(said)
-    storing = Storing(False, admission.offenders(rules, after, state.rejected))
+    storing = Storing(False, admission_and_credit.offenders(rules, after, state.rejected))
     after = with_round_of(after, state)._replace(
         rejected=Resolved(),
         observations=(),
@@ -184,7 +184,7 @@ def give_verdicts(
 def reject(rules: FragmentRules, state: State, refused: RejectedUpdate, now_s: float) -> Result:
     """Adds a rejection to the next record; if no round is open, commits a record of verdicts."""
     # Outside of a round a rejection costs a record, so its sender is charged for it.
-    state = admission.charge(state, refused)
+    state = admission_and_credit.charge(state, refused)
     return advance(rules, state._replace(rejected=state.rejected.plus(refused)), now_s)
 
 

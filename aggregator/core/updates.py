@@ -21,7 +21,7 @@ class UpdateId(NamedTuple):
 
 
 class UpdateCredit(NamedTuple):
-    """The steps, tokens and weight that an update is believed to have (`admission.py`)."""
+    """An update's believed steps, tokens and weight (`admission_and_credit.py`)."""
 
     steps: int
     tokens: int

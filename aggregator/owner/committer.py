@@ -15,9 +15,9 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.core import events, rounds
 from diloco.aggregator.core.decisions import Decided, decide
 from diloco.aggregator.core.events import Commit
+from diloco.aggregator.core.round_and_weight_formulas import FragmentRules
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import Admitted
-from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.process import log, metrics, release
 from diloco.common.process.metrics import Metrics
 from diloco.common.process.tasks import Tasks

@@ -1,8 +1,8 @@
 """Quarantines and releases learners, by messages on the tape that all fragments' machines read.
 
 A fragment's state machine counts a learner's offences and asks for the quarantine
-(`core/admission.py`). An operator releases a learner, or quarantines a learner by command.
-Repeating a message has no further effect.
+(`core/admission_and_credit.py`). An operator releases a learner, or quarantines a learner by
+command. Repeating a message has no further effect.
 """
 
 from diloco.aggregator.context import Context

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from diloco.aggregator.arrays.fragment import Payload
 from diloco.aggregator.context import Context
-from diloco.aggregator.core import admission, events, machine, memory, rounds
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import admission_and_credit, events, machine, memory, rounds
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.events import (
     AskCut,
     Commit,
@@ -25,9 +25,9 @@ from diloco.aggregator.core.events import (
     Merge,
     OpenRound,
 )
+from diloco.aggregator.core.round_and_weight_formulas import FragmentRules
 from diloco.aggregator.core.state import Quarantine
 from diloco.aggregator.core.updates import UpdateId, update_id
-from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.aggregator.owner.committer import Committer, IgnoredMessages
 from diloco.aggregator.owner.download_and_verify import UpdateFetcher
 from diloco.aggregator.owner.quarantine_messages import quarantine
@@ -363,7 +363,7 @@ class Tenure:
         """
         self._undecoded_bytes -= len(stored.message.payload)
         self._room.set()
-        if not admission.may_announce(self.rules, self.state, stored.event):
+        if not admission_and_credit.may_announce(self.rules, self.state, stored.event):
             return stored.event
         try:
             if stored.why is not None:

@@ -44,7 +44,7 @@ from diloco.judge.objects import check_bytes, check_objects, list_now, read_list
 from diloco.run.cli.opening import OpenRun, open_run, run_config
 from diloco.run.cli.screen import SEVERITY_STYLES
 from diloco.run.cli.subprocess import Isolated
-from diloco.run.findings import (
+from diloco.run.health_findings import (
     DIGEST_MISMATCH,
     NATS_AWAY,
     ORDER,

@@ -13,7 +13,7 @@ from diloco.common.protocol import wire
 from diloco.common.storage.bus import Filled
 from diloco.judge.audit import Audit, Breach, ObjectsReport
 from diloco.run.comparison import LOSS_SPIKE
-from diloco.run.findings import (
+from diloco.run.health_findings import (
     DIGEST_MISMATCH,
     DISK_FULL,
     MISSING_OBJECT,

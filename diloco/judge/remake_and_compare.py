@@ -16,7 +16,7 @@ from functools import partial
 
 from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.aggregator.owner.download_and_verify import read_input, read_payload
 from diloco.common.process import cores

@@ -8,7 +8,7 @@ from diloco.common.protocol.errors import ConfigError, WireError
 from diloco.common.storage import checkpoint_files
 from diloco.common.storage.store import DirectoryStore, ObjectStore
 from diloco.judge.doctor_findings import PERMISSIONS
-from diloco.run.findings import CHECKPOINTS_FAIL
+from diloco.run.health_findings import CHECKPOINTS_FAIL
 from diloco.run.history import History
 from diloco.run.state import Finding
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from diloco.aggregator.core import events
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, OpenRound
-from diloco.aggregator.core.weights_and_discounts import FragmentRules, fragment_rules
+from diloco.aggregator.core.round_and_weight_formulas import FragmentRules, fragment_rules
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
 from diloco.common.protocol.layout import Tensor, make_layout

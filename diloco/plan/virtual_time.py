@@ -14,8 +14,8 @@ from typing import Any
 
 from diloco.aggregator.core import events, machine, memory, rounds
 from diloco.aggregator.core.events import Commit, Effect
+from diloco.aggregator.core.round_and_weight_formulas import FragmentRules
 from diloco.aggregator.core.state import State
-from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.shards import shard_bytes, shard_ranges
 from diloco.common.protocol.slices import of_range

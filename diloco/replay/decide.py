@@ -8,8 +8,8 @@ from diloco.aggregator.arrays.fragment import make_input, step_size
 from diloco.aggregator.core import events, rounds
 from diloco.aggregator.core.decisions import Decision, TapeEvent, decide_again
 from diloco.aggregator.core.events import Commit
+from diloco.aggregator.core.round_and_weight_formulas import FragmentRules, fragment_rules
 from diloco.aggregator.core.updates import Admitted
-from diloco.aggregator.core.weights_and_discounts import FragmentRules, fragment_rules
 from diloco.aggregator.owner.tenure import event_of
 from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import names, wire

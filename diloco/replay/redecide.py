@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from diloco.aggregator.core import events, machine, memory, rounds
 from diloco.aggregator.core.decisions import TapeEvent
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch
+from diloco.aggregator.core.round_and_weight_formulas import FragmentRules
 from diloco.aggregator.core.state import State, awaiting
 from diloco.aggregator.core.updates import Resolved, UpdateId
-from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.protocol import wire
 
 

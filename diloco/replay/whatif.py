@@ -24,8 +24,8 @@ from rich.table import Table
 from diloco.aggregator.arrays.codec_kernels import Vector
 from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
 from diloco.aggregator.arrays.outer import make_outer
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core import rounds
-from diloco.aggregator.core import weights_and_discounts as formulas
 from diloco.aggregator.core.decisions import decide_again
 from diloco.aggregator.core.events import Commit
 from diloco.aggregator.core.updates import Admitted

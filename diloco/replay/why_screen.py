@@ -27,7 +27,7 @@ from diloco.run.cli.screen import say_json, say_plainly
 from diloco.run.cli.subprocess import Isolated
 from diloco.run.cli.versions import parse_time
 from diloco.run.comparison import LOSS_SPIKE
-from diloco.run.findings import MISSING_OBJECT
+from diloco.run.health_findings import MISSING_OBJECT
 from diloco.run.history import History
 from diloco.run.model.load import held_leaves
 from diloco.run.state import Finding

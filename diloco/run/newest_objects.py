@@ -15,7 +15,7 @@ from diloco.common.protocol.errors import ObjectMissingError, ObjectUnreadableEr
 from diloco.common.protocol.shards import crc32c
 from diloco.common.storage.store import DirectoryStore, ObjectStore
 from diloco.common.storage.store.protocol import KEPT
-from diloco.run.findings import DIGEST_MISMATCH, MISSING_OBJECT
+from diloco.run.health_findings import DIGEST_MISMATCH, MISSING_OBJECT
 from diloco.run.state import Finding
 
 # The most bytes of objects that each of the repeated checks reads.

@@ -1,8 +1,8 @@
 """The data classes that describe a run at one moment. Pure.
 
 A `RunStatus` has a `LearnerStatus` for each learner, a `FragmentStatus` for each fragment, and
-`Finding`s. `observed.py` computes the status, `findings.py` the findings; status, page, alerts,
-trackers and doctor show them.
+`Finding`s. `observed.py` computes the status, `health_findings.py` the findings; status, page,
+alerts, trackers and doctor show them.
 
 Figures from records are facts. Heartbeats are a learner's own claims, and may be false.
 """

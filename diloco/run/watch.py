@@ -37,7 +37,7 @@ from diloco.common.storage.tape import (
 )
 from diloco.run.agreement import shard_figures
 from diloco.run.cli.opening import CONNECT_S, find_config
-from diloco.run.findings import NATS_AWAY, STORE_AWAY, failed, judged, ranked
+from diloco.run.health_findings import NATS_AWAY, STORE_AWAY, failed, judged, ranked
 from diloco.run.learner_history import LastHeartbeat
 from diloco.run.newest_objects import object_findings
 from diloco.run.observed import Observed

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from messages import BODIES, EXAMPLES, fields_of, json_like, messages
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.core import admission
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import admission_and_credit
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.owner.tenure import decode_event
 from diloco.common.process.config import RunSettings, load_config, parse_settings, warnings
 from diloco.common.process.credentials import Credentials, load_credentials, render_credentials
@@ -143,7 +143,7 @@ def decode_on_tape(data: bytes) -> None:
 
 def judge_manifest(data: bytes) -> None:
     """Judges a decoded manifest by the run's rules, which must raise no error."""
-    admission.malformed(RULES, wire.decode(wire.Manifest, data))
+    admission_and_credit.malformed(RULES, wire.decode(wire.Manifest, data))
 
 
 # Objects

@@ -13,7 +13,7 @@ from diloco.learner.task import Task
 from diloco.learner.tensors.tree import named_leaves
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import DecoderConfig, parse_config, read_config
-from diloco.models.decoders.tensors import table
+from diloco.models.decoders.tensor_names_and_shapes import table
 from tests.models.cases import LLAMA
 
 

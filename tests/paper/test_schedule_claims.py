@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from diloco.aggregator.core import weights_and_discounts as formulas
-from diloco.aggregator.core.weights_and_discounts import fragment_rules
+from diloco.aggregator.core import round_and_weight_formulas as formulas
+from diloco.aggregator.core.round_and_weight_formulas import fragment_rules
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol.layout import Tensor, make_layout, offset_steps
 from diloco.learner.core import sync

@@ -10,7 +10,7 @@ from records import make_record
 
 from diloco.aggregator.arrays.fragment import make_input as merged_input
 from diloco.aggregator.core import events, machine, memory, rounds
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.decisions import decide
 from diloco.aggregator.core.events import AskCut, Commit, Effect
 from diloco.aggregator.core.state import State

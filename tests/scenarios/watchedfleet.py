@@ -25,7 +25,7 @@ from diloco.replay import blame
 from diloco.replay.blame_learners import judge
 from diloco.replay.why_screen import BLAMED_ROUNDS, accusations
 from diloco.run.agreement import shard_figures
-from diloco.run.findings import judged
+from diloco.run.health_findings import judged
 from diloco.run.model.view import GlobalModel
 from diloco.run.observed import Observed
 from diloco.run.state import Finding

@@ -163,7 +163,7 @@ def checksum_unchecked():
 
 def shut_out_and_merged():
     """A quarantined learner is removed from the open round, and returns with its next update."""
-    return mock.patch("diloco.aggregator.core.admission.quarantined", return_value=None)
+    return mock.patch("diloco.aggregator.core.admission_and_credit.quarantined", return_value=None)
 
 
 def shut_out_for_ever():
@@ -188,12 +188,14 @@ def collected_by_command():
 
 def shards_of_others():
     """An aggregator does not check where an update's shards lie, or how long they are."""
-    return mock.patch("diloco.aggregator.core.admission._wrong_shards", return_value=None)
+    return mock.patch(
+        "diloco.aggregator.core.admission_and_credit._wrong_shards", return_value=None
+    )
 
 
 def steps_believed():
     """An aggregator credits any number of steps that a learner claims."""
-    return mock.patch("diloco.aggregator.core.admission.steps_per_s", return_value=1e30)
+    return mock.patch("diloco.aggregator.core.admission_and_credit.steps_per_s", return_value=1e30)
 
 
 def pointer_before_its_body():

@@ -12,7 +12,7 @@ from diloco.common.process.config import RunSettings
 from diloco.common.process.retry import Runtime
 from diloco.common.protocol.errors import ConfigError
 from diloco.judge.doctor import Report
-from diloco.run import findings
+from diloco.run import health_findings
 from diloco.run.observed import Observed
 from diloco.run.state import Finding
 from diloco.show.alerts.fire_and_resolve import AlertLedger, Notice
@@ -25,11 +25,11 @@ SECRETS = ("s3cr3t-path", "pa55word", "t0ken")
 def silent(seconds: int, learner: str = "a") -> Finding:
     return Finding(
         severity="warning", about=f"learner {learner}", sentence=f"silent for {seconds} s",
-        advice="start it again", runbook=findings.LAGGING_LEARNER,
+        advice="start it again", runbook=health_findings.LAGGING_LEARNER,
     )  # fmt: skip
 
 
-def error(about: str = "learner a", runbook: str = findings.LAGGING_LEARNER) -> Finding:
+def error(about: str = "learner a", runbook: str = health_findings.LAGGING_LEARNER) -> Finding:
     return Finding(severity="error", about=about, sentence="it loops", runbook=runbook)
 
 
@@ -63,7 +63,7 @@ def test_findings_of_one_thing_and_page_are_one_alert_and_a_worse_one_is_told_ag
     assert worse.alert.sentences == ("silent for 15 s", "it loops")
     assert worse.alert.id("r") == first.alert.id("r")
     assert ledger.look([silent(25)], 30.0) == []
-    assert told(ledger.look([silent(35), error("store", findings.STORE_AWAY)], 40.0)) == [
+    assert told(ledger.look([silent(35), error("store", health_findings.STORE_AWAY)], 40.0)) == [
         ("error", "store")
     ]
 
@@ -85,7 +85,7 @@ def test_what_comes_and_goes_within_the_hold_is_not_told() -> None:
 def test_who_cannot_look_says_of_nothing_that_it_is_over() -> None:
     ledger = AlertLedger()
     ledger.look([silent(5)], 0.0)
-    away = error("bus", findings.NATS_AWAY)
+    away = error("bus", health_findings.NATS_AWAY)
     assert is_blind([away])
     assert told(ledger.look([away], 10.0, blind=True)) == [("error", "bus")]
     assert told(ledger.look([silent(30)], 20.0)) == [("over", "bus")]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.common.process.config import make_config, settings_of
 from diloco.common.protocol import slices, wire

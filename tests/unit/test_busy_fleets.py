@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "scenarios"))
 from machinelab import digest_of, lab_settings, record_of
 
 from diloco.aggregator.core import events
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.events import AskCut, Commit, Effect, Fetch, OpenRound
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.layout import Tensor, make_layout
@@ -27,7 +27,7 @@ from diloco.common.storage.tape import Entry, InvalidMessage, Recorded
 from diloco.learner.core import sync
 from diloco.learner.core.events import Event, Published, RoundOpened, Send, Stepped, sync_rules
 from diloco.plan.virtual_time import Timeline, VirtualFragment
-from diloco.run.findings import judged
+from diloco.run.health_findings import judged
 from diloco.run.observed import Observed
 from diloco.run.state import Finding
 

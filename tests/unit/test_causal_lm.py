@@ -16,7 +16,7 @@ from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.causal_lm import CausalLM
 from diloco.models.decoders.config import parse_config, read_config
 from diloco.models.decoders.files import HuggingFace
-from diloco.models.decoders.tensors import table
+from diloco.models.decoders.tensor_names_and_shapes import table
 from tests.models import tiny
 from tests.models.cases import CASES, GEMMA2, GEMMA3, GEMMA4, LLAMA, LLAMA3, MISTRAL, QWEN2, QWEN3
 from tests.models.weights import ROWS, STRIDE, tokens, weight

@@ -12,7 +12,7 @@ from diloco.common.storage.tape import Entry, Recorded
 from diloco.replay.blame_learners import Effect, Effects, LearnerJudgement, judge
 from diloco.replay.why_screen import accusations, leaks
 from diloco.run.agreement import ComparedRound, _Compared
-from diloco.run.findings import judged, patience_s
+from diloco.run.health_findings import judged, patience_s
 from diloco.run.observed import Observed
 from diloco.run.state import ShardFigures
 

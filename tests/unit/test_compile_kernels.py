@@ -7,7 +7,7 @@ from diloco.aggregator.arrays import merge, outer
 from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.arrays.merge import segment_norms
 from diloco.aggregator.compile_kernels import main, prepare
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.common.process.config import make_config
 from diloco.common.protocol import shards, slices, wire

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[1] / "scenarios"))
 
 from machinelab import Lab, lab_rules, make_manifest
 
-from diloco.aggregator.core import admission, events
+from diloco.aggregator.core import admission_and_credit, events
 from diloco.aggregator.core.events import AskCut, Fetch, Merge
 from diloco.aggregator.core.members import Member, Members
 from diloco.aggregator.core.updates import Admitted
@@ -316,12 +316,12 @@ def test_medians_are_of_what_is_known_and_of_two_at_least():
 )  # fmt: skip
 def test_time_that_is_available_is_finite_and_never_negative(heard, read, unused, stored, now):
     member = Member(1, heard_at_s=heard, read_at_s=read, unused_s=unused)
-    assert unused <= admission.available_s(member, stored, now) <= 1e12
+    assert unused <= admission_and_credit.available_s(member, stored, now) <= 1e12
 
 
 def test_a_servers_clock_that_is_set_back_takes_no_credit():
     member = Member(1, heard_at_s=5000.0, read_at_s=100.0)
-    assert admission.available_s(member, 1400.0, 124.0) == 24.0
+    assert admission_and_credit.available_s(member, 1400.0, 124.0) == 24.0
 
 
 @given(st.floats(0, 1e308), st.floats(0, 1e308), st.floats(0, 1e12))
@@ -330,5 +330,11 @@ def test_absurd_words_of_others_give_numbers(step_time_s, tokens_per_step, had_s
     fleet = Members({"a": Member(1), "b": absurd, "c": absurd, "d": absurd})
     rules, rate = lab_rules(), fleet.others_rate("a")
     bounds = rules.bounds
-    assert 0 < admission.steps_per_s(bounds, "a", fleet["a"], rate) <= bounds.max_steps_per_s
-    assert admission.greatest_weight(rules, "a", fleet.others_tokens_rate("a"), had_s) >= 0
+    assert (
+        0
+        < admission_and_credit.steps_per_s(bounds, "a", fleet["a"], rate)
+        <= bounds.max_steps_per_s
+    )
+    assert (
+        admission_and_credit.greatest_weight(rules, "a", fleet.others_tokens_rate("a"), had_s) >= 0
+    )

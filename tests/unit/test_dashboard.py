@@ -22,7 +22,7 @@ from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, ConfigError
 from diloco.judge import doctor_findings
-from diloco.run import findings
+from diloco.run import health_findings
 from diloco.run.model.evaluate import keep
 from diloco.run.state import Finding, RunStatus
 from diloco.run.timeseries import TimeSeries, condense, read_time_series
@@ -435,7 +435,7 @@ def test_every_runbook_is_a_page_whose_links_lead_somewhere() -> None:
 def test_alerts_name_runbooks_that_there_are() -> None:
     named = {
         value
-        for value in (vars(doctor_findings) | vars(findings)).values()
+        for value in (vars(doctor_findings) | vars(health_findings)).values()
         if str(value).startswith("runbooks/")
     }
     assert {name.removeprefix("runbooks/") for name in named} <= runbook_names()

@@ -19,7 +19,7 @@ from diloco.common.storage.tape import Recorded
 from diloco.judge import doctor_findings
 from diloco.judge.audit import audit
 from diloco.judge.doctor import without_repeats
-from diloco.run.findings import CLOCK_SKEW, FRAGMENT_STOPPED, clock, judged
+from diloco.run.health_findings import CLOCK_SKEW, FRAGMENT_STOPPED, clock, judged
 from diloco.run.history import History, read_history
 from diloco.run.observed import Observed
 from diloco.run.state import Finding

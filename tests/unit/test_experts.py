@@ -23,7 +23,7 @@ from diloco.models.decoders.files import HuggingFace
 from diloco.models.decoders.layer_kinds import Experts
 from diloco.models.decoders.lora import LoraOptions, read_lora
 from diloco.models.decoders.task import matrices, partition_of
-from diloco.models.decoders.tensors import multiplied, table
+from diloco.models.decoders.tensor_names_and_shapes import multiplied, table
 from tests.models.cases import LLAMA, MIXTRAL, QWEN3, QWEN3_MOE
 
 EXPERTS = Experts(count=6, chosen=2, width=8, normed=True, balance=0.1)

@@ -16,7 +16,7 @@ from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import read_tape
 from diloco.judge import doctor_findings
 from diloco.judge.audit import Audit, Breach, audit
-from diloco.run.findings import (
+from diloco.run.health_findings import (
     DISK_FULL,
     NO_LEARNERS,
     PATIENCE,

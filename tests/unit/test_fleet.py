@@ -20,7 +20,7 @@ from diloco.judge import doctor_findings
 from diloco.run import comparison
 from diloco.run.cli.opening import RunLocation, open_run, use_place
 from diloco.run.comparison import LOSS_SPIKE
-from diloco.run.findings import grouped, judged, ranked
+from diloco.run.health_findings import grouped, judged, ranked
 from diloco.run.learner_history import POINTS, Trend, others_losses
 from diloco.run.observed import Observed
 from diloco.run.outliers import began, outliers

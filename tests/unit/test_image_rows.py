@@ -17,7 +17,7 @@ from diloco.models.decoders.image_rows import ImageRows
 from diloco.models.decoders.model import Compute
 from diloco.models.decoders.soft_tokens import SoftTokens, in_place, runs
 from diloco.models.decoders.task import partition_of
-from diloco.models.decoders.tensors import buffers_of, multiplied, table
+from diloco.models.decoders.tensor_names_and_shapes import buffers_of, multiplied, table
 from diloco.models.decoders.tokens import TokenFolders
 from diloco.models.decoders.vision import ImageOptions, soft_tokens, with_tower
 from tests.models.cases import GEMMA4_WHOLE, LLAMA

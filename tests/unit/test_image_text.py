@@ -12,7 +12,7 @@ from diloco.learner.tensors.tree import named_leaves
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config, read_config
 from diloco.models.decoders.files import HuggingFace
-from diloco.models.decoders.tensors import table
+from diloco.models.decoders.tensor_names_and_shapes import table
 from tests.models.cases import GEMMA4, GEMMA4_WHOLE
 
 BFLOAT16 = checkpoint.DTYPES["bfloat16"]

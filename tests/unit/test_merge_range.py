@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
 from diloco.aggregator.arrays.grid import make_grid
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.updates import Admitted, UpdateCredit
 from diloco.common.process.config import make_config
 from diloco.common.protocol import slices, wire

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from runlab import Lab
 
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.rounds import step_share
 from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.aggregator.settings import change_settings

@@ -330,7 +330,7 @@ def test_a_setting(tmp_path: Path) -> None:
         '    patience: Seconds = Field(default=3.0, description="deadlines until a fragment stalls")\n',
     )
     tree.edit(
-        "diloco/run/findings.py",
+        "diloco/run/health_findings.py",
         (
             "PATIENCE * settings.quorum.deadline_s",
             "settings.quorum.patience * settings.quorum.deadline_s",
@@ -340,7 +340,7 @@ def test_a_setting(tmp_path: Path) -> None:
         """
         import tomllib
         from diloco.common.process.config import RunSettings
-        from diloco.run.findings import patience_s
+        from diloco.run.health_findings import patience_s
 
         def patience(more):
             file = '[run]\\nname = "lab"\\nsteps = 9\\n[quorum]\\ndeadline_s = 10\\n' + more
@@ -357,7 +357,7 @@ def test_a_finding(tmp_path: Path) -> None:
     """Rounds of one update each."""
     run = spoiled.make_run(tmp_path / "run", "", versions=2)
     tree = Tree(tmp_path / "tree", "A finding")
-    findings = "diloco/run/findings.py"
+    findings = "diloco/run/health_findings.py"
     tree.before(findings, "    yield from _quiet(run, settings)\n", "    yield from _lonely(run)\n")
     tree.before(findings, "def _quiet(", '''
         def _lonely(run: RunStatus) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from diloco.common.protocol.shards import crc32c
 from diloco.common.storage.store import DirectoryStore, MemoryStore
 from diloco.common.storage.tape import last_record, load_specification
 from diloco.judge import service_findings
-from diloco.run.findings import CHECKPOINTS_FAIL, judged
+from diloco.run.health_findings import CHECKPOINTS_FAIL, judged
 from diloco.run.history import History, read_history
 from diloco.run.newest_objects import BytesRead, deleted, newest_first
 from diloco.run.observed import HOUR_S, Observed

@@ -12,7 +12,7 @@ from diloco.aggregator.tape_watch import watch_tape
 from diloco.common.process.metrics import Metrics
 from diloco.common.storage.bus import Filled, MemoryBus, StreamLimits
 from diloco.judge import doctor_findings
-from diloco.run.findings import tape_fill
+from diloco.run.health_findings import tape_fill
 
 LIMITS = StreamLimits(max_bytes=100_000, keep_old=True)
 

@@ -11,7 +11,7 @@ from diloco.learner.tensors.inner_step import make_inner_step
 from diloco.models.decoders import checkpoint
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.task import build
-from diloco.models.decoders.tensors import table
+from diloco.models.decoders.tensor_names_and_shapes import table
 from tests.models.cases import QWEN3_MOE
 
 EXPERTS = {"layers/expert_gate", "layers/expert_up", "layers/expert_down"}

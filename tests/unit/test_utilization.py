@@ -18,7 +18,7 @@ from diloco.learner.tensors.utilization import (
 )
 from diloco.models.bytes_lm import model
 from diloco.models.decoders.sizes import SIZES, size_named
-from diloco.models.decoders.tensors import operations
+from diloco.models.decoders.tensor_names_and_shapes import operations
 
 ROWS, LENGTH = 2, 64
 # Billions that a token passes, where a name does not say it, as the model cards do.

@@ -23,7 +23,7 @@ from diloco.models.decoders.config import CONFIG, DecoderConfig, config_document
 from diloco.models.decoders.families import FAMILY_FILES
 from diloco.models.decoders.groups import groups_of
 from diloco.models.decoders.image_text import ALONE, OTHERS, VISION, WITHIN, whole_document
-from diloco.models.decoders.tensors import TOWER, TensorEntry, table
+from diloco.models.decoders.tensor_names_and_shapes import TOWER, TensorEntry, table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 << 30  # the approximate size of a file

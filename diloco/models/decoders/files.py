@@ -34,7 +34,7 @@ from diloco.models.decoders.lora import (
     matrices_of,
     targets_of,
 )
-from diloco.models.decoders.tensors import TensorEntry, table
+from diloco.models.decoders.tensor_names_and_shapes import TensorEntry, table
 from diloco.models.decoders.upcycling import LayersOf, read_upcycled
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

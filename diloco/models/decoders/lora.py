@@ -32,7 +32,7 @@ from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.experts import ADAPTERS, DOWN, GATE_UP, OUT, UP
 from diloco.models.decoders.groups import groups_of
 from diloco.models.decoders.model import Product, plain_product
-from diloco.models.decoders.tensors import LAYERS, TensorEntry, stacked, table
+from diloco.models.decoders.tensor_names_and_shapes import LAYERS, TensorEntry, stacked, table
 
 TRAINED, FROZEN = "trained/", "frozen/"
 _DRAWN = "dropout_keys"

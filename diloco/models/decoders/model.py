@@ -30,7 +30,7 @@ from diloco.models.decoders.experts import Load, mixed
 from diloco.models.decoders.groups import FED, SLIDES, Block, Group, KeysAndValues, scan_layers
 from diloco.models.decoders.rope import Rope
 from diloco.models.decoders.soft_tokens import SoftTokens, in_place, marked, runs
-from diloco.models.decoders.tensors import BIAS, table
+from diloco.models.decoders.tensor_names_and_shapes import BIAS, table
 
 EMBED_STD = 0.02
 _GATES: dict[str, Callable[[jax.Array], jax.Array]] = {

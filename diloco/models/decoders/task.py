@@ -64,7 +64,7 @@ from diloco.models.decoders.model import (
     token_losses,
 )
 from diloco.models.decoders.sizes import SIZES, size_named
-from diloco.models.decoders.tensors import (
+from diloco.models.decoders.tensor_names_and_shapes import (
     LAYERS,
     TOWER,
     active,

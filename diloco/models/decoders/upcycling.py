@@ -16,7 +16,7 @@ import numpy as np
 from diloco.common.protocol.errors import ConfigError
 from diloco.models.decoders.checkpoint import Rows, read_checkpoint
 from diloco.models.decoders.config import DecoderConfig
-from diloco.models.decoders.tensors import LAYERS, table
+from diloco.models.decoders.tensor_names_and_shapes import LAYERS, table
 
 ROUTER_STD = 0.02
 _SEED = 2212_05055

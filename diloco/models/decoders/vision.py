@@ -35,7 +35,7 @@ from diloco.models.decoders.model import (
 )
 from diloco.models.decoders.rope import Rope
 from diloco.models.decoders.soft_tokens import SoftTokens
-from diloco.models.decoders.tensors import BOUNDS
+from diloco.models.decoders.tensor_names_and_shapes import BOUNDS
 
 # Keys of `vision_config` that describe the tower's layers, with the values if a file lacks them.
 _LAYERS: dict[str, Any] = {

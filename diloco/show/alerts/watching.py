@@ -32,7 +32,7 @@ from diloco.judge import doctor_findings
 from diloco.judge.doctor import examine
 from diloco.run.cli.opening import open_run, run_config
 from diloco.run.cli.screen import say_json, say_plainly
-from diloco.run.findings import NATS_AWAY, STORE_AWAY, failed
+from diloco.run.health_findings import NATS_AWAY, STORE_AWAY, failed
 from diloco.run.state import Finding
 from diloco.run.watch import Watch
 from diloco.show.alerts.fire_and_resolve import SEVERITIES, Alert, AlertLedger, Notice

@@ -11,7 +11,7 @@ import numpy as np
 
 from diloco.common.protocol import wire
 from diloco.run.cli.format_numbers import age, human_bytes, human_count
-from diloco.run.findings import grouped
+from diloco.run.health_findings import grouped
 from diloco.run.state import Finding, FragmentStatus, RunStatus
 from diloco.run.timeseries import TimeSeries
 from diloco.show.page import figures as drawn

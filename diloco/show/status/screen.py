@@ -22,7 +22,7 @@ from diloco.common.process.tasks import cancel
 from diloco.run.cli.format_numbers import age, human_bytes
 from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import SEVERITY_STYLES, STATE_STYLES, plain_table, say, say_json
-from diloco.run.findings import grouped
+from diloco.run.health_findings import grouped
 from diloco.run.history import Event, happened
 from diloco.run.state import Delays, Finding, FragmentStatus, LearnerStatus, RunStatus
 from diloco.run.watch import Watch, bus_section, read_runs

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.aggregator.core import admission
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import admission_and_credit
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.members import Member, Members
 from diloco.common.process.config import QuorumSection, StalenessSection, make_config
 from diloco.common.protocol import names, shards, slices, wire
@@ -137,12 +137,12 @@ def test_one_step_time_moves_pace_and_grace_no_further_than_another_honest_one(c
 
 def test_an_allowance_grows_with_time_up_to_ten_seconds_worth():
     bounds = make_rules(bounds={"max_updates_per_s": 2.0}).bounds
-    assert admission.allowance(bounds, math.inf, 0.0, 0.0) == 20.0
-    assert admission.allowance(bounds, 0.0, 100.0, 103.0) == 6.0
-    assert admission.allowance(bounds, 0.0, 100.0, 1000.0) == 20.0
-    assert admission.allowance(bounds, 5.0, 100.0, 90.0) == 5.0, "a clock that went back"
+    assert admission_and_credit.allowance(bounds, math.inf, 0.0, 0.0) == 20.0
+    assert admission_and_credit.allowance(bounds, 0.0, 100.0, 103.0) == 6.0
+    assert admission_and_credit.allowance(bounds, 0.0, 100.0, 1000.0) == 20.0
+    assert admission_and_credit.allowance(bounds, 5.0, 100.0, 90.0) == 5.0, "a clock that went back"
     slow = make_rules(bounds={"max_updates_per_s": 0.01}).bounds
-    assert admission.allowance(slow, math.inf, 0.0, 0.0) == 1.0, "one must be possible"
+    assert admission_and_credit.allowance(slow, math.inf, 0.0, 0.0) == 1.0, "one must be possible"
 
 
 def test_grace_is_a_share_of_the_slack():
@@ -205,11 +205,11 @@ def make_shards(rules) -> tuple[wire.Shard, ...]:
 def test_an_honest_manifest_is_well_formed():
     rules = make_rules()
     assert len(make_shards(rules)) == 3
-    assert admission.malformed(rules, make_manifest(rules)) is None
+    assert admission_and_credit.malformed(rules, make_manifest(rules)) is None
     any_order = make_manifest(rules, shards=make_shards(rules)[::-1])
-    assert admission.malformed(rules, any_order) is None
+    assert admission_and_credit.malformed(rules, any_order) is None
     again = make_rules()
-    assert admission.malformed(again, make_manifest(again)) is None
+    assert admission_and_credit.malformed(again, make_manifest(again)) is None
 
 
 def spoil(index, **changes):
@@ -241,7 +241,7 @@ def spoil(index, **changes):
 def test_what_does_not_fit_is_named_with_both_sides(reason, named, changes):
     rules = make_rules()
     made = {k: v(make_shards(rules)) if callable(v) else v for k, v in changes.items()}
-    found = admission.malformed(rules, make_manifest(rules, **made))
+    found = admission_and_credit.malformed(rules, make_manifest(rules, **made))
     assert found is not None
     assert found[0] == reason
     assert named in found[1]

@@ -13,11 +13,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from diloco.aggregator.core import events
-from diloco.aggregator.core import weights_and_discounts as formulas
+from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.members import GREATEST, Member
+from diloco.aggregator.core.round_and_weight_formulas import FragmentRules
 from diloco.aggregator.core.state import Allowance, Quarantine, State
 from diloco.aggregator.core.updates import RejectedUpdate, Resolved, UpdateCredit, UpdateId
-from diloco.aggregator.core.weights_and_discounts import FragmentRules
 from diloco.common.process.config import BoundsSection
 from diloco.common.protocol import names, slices, wire
 from diloco.common.protocol.errors import WireError

@@ -1,6 +1,6 @@
 """Formulas of the aggregator's rules, as pure functions: weight, discount, quorum, pace, grace.
 
-`rounds.py` uses them to decide when a round closes, `admission.py` to compute weights.
+`rounds.py` uses them to decide when a round closes, `admission_and_credit.py` to compute weights.
 No IO, clock, randomness or logging here; times are arguments, in seconds.
 """
 
