@@ -6,6 +6,9 @@ import http.client
 import json
 import re
 import socket
+import struct
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -381,6 +384,49 @@ def test_a_port_in_use_is_a_sentence(board: Board, url: str) -> None:
         serving(Board(""), port),
     ):
         pass
+
+
+def test_a_fault_in_a_drawing_is_printed(
+    board: Board, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def draw(_page: int, _find: str) -> Markup:
+        raise ValueError("no such learner to draw")
+
+    board.show_learners(draw)
+    with pytest.raises(http.client.RemoteDisconnected):
+        ask(url, "/learners")
+    until_answered()
+    assert "ValueError: no such learner to draw" in capsys.readouterr().err
+
+
+def test_a_client_that_is_gone_is_not_printed(
+    board: Board, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, gone = threading.Event(), threading.Event()
+
+    def draw(_page: int, _find: str) -> Markup:
+        asked.set()
+        assert gone.wait(PATIENCE_S)
+        return Markup("x" * (1 << 24))
+
+    board.show_learners(draw)
+    host, port = url.removeprefix("http://").strip("/").split(":")
+    with socket.create_connection((host, int(port)), PATIENCE_S) as client:
+        client.sendall(f"GET /learners HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert asked.wait(PATIENCE_S)
+        # The server then gets a reset, not an orderly end.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    gone.set()
+    until_answered()
+    assert capsys.readouterr().err == ""
+
+
+def until_answered() -> None:
+    """Waits until the server has answered all requests."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while any("process_request_thread" in one.name for one in threading.enumerate()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_the_whole_page_of_a_run_from_its_server() -> None:

@@ -9,6 +9,7 @@ page is closed, so that no client blocks another.
 
 import json
 import socket
+import sys
 import threading
 import time
 import urllib.parse
@@ -226,7 +227,9 @@ class _PageServer(ThreadingHTTPServer):
             self._answered.pop(request, None)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignores a broken connection."""
+        """Prints the error, unless the connection broke or the client did not read on."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _PageHandler(BaseHTTPRequestHandler):
