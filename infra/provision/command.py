@@ -30,6 +30,7 @@ def host_provision(
     """Check a fleet's file as `diloco check` does, and write the variables for Terraform."""
     checked = say_findings(file)
     if checked.refused:
+        say_plainly("nothing was written")
         return Exit.FAILED
     out.write_text(json.dumps(checked.variables, indent=2, sort_keys=True) + "\n")
     say_plainly(f"wrote {out}; next: cd {out.parent} && terraform plan -out plan")
@@ -37,10 +38,12 @@ def host_provision(
 
 
 def say_findings(file: Path) -> "Checked":
-    """Checks a fleet's file; prints the findings and the costs, and returns the check's result.
+    """Checks the TOML file of a fleet (docs/provision.md) and the files that it names.
+
+    Prints the findings and the costs, and returns the result.
 
     Raises:
-        ConfigError: `file` is not a valid fleet's file by itself.
+        ConfigError: the fleet's file cannot be read, or breaks its schema.
     """
     from diloco.infra.provision.costs import cost_sentences
     from diloco.infra.provision.plan import check
@@ -49,7 +52,7 @@ def say_findings(file: Path) -> "Checked":
     for finding in checked.findings:
         say_plainly(f"{'refused' if finding.refused else 'warning'}: {finding.sentence}")
     if checked.refused:
-        say_plainly(f"{len(checked.refused)} refused: nothing was written")
+        say_plainly(f"{len(checked.refused)} refused")
     for sentence in cost_sentences(checked.costs):
         say_plainly(sentence)
     return checked

@@ -687,4 +687,7 @@ def test_the_command_writes_the_variables_of_a_right_fleet_alone(place: Path) ->
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 1
         assert "refused: metrics_port 9463" in done.output
+        # `diloco check` never writes.
+        assert "\n1 refused\n" in done.output
+        assert ("nothing was written" in done.output) == (command[0] == "host")
     assert not out.exists()
