@@ -31,8 +31,9 @@ ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
 RESTORE = "runbooks/restore-from-bucket.md"
 
-# The most consumers of a stream whose configuration states no limit: the default of a nats-server
-# without accounts (from 2.15 on; jetstream.limits.default_max_consumers).
+# The assumed limit of a stream whose configuration states none: the default of nats-server from
+# 2.15 on (jetstream.limits.default_max_consumers). A number of the stream's account prevails over
+# it, and the stream does not show that one.
 USUAL_READERS = 1000
 # A held-out loss is ruined if it is above its least value by more than LOST_SHARE of its fall (the
 # first value less the least) and by more than LOST_LEAST of the least value. A series of fewer than
@@ -101,8 +102,9 @@ def readers(filled: Filled) -> Iterator[Finding]:
     yield Finding(
         severity="warning",
         about="tape",
-        sentence=f"{filled.readers} processes read the tape, and the server allows {most}{unless}: "
-        "beyond that number no learner joins, and no aggregator starts",
+        sentence=f"the tape has {filled.readers} readers, of which a learner needs about five, and "
+        f"the server allows {most}{unless}: beyond that number no learner joins, and no aggregator "
+        "starts",
         advice="raise the number in the server's configuration (docs/operations.md, Large fleets)",
         runbook=NO_LEARNERS,
     )

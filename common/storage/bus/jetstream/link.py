@@ -112,8 +112,9 @@ def _hint(err_code: int | None) -> str | None:
         return "the server's disk, or its limit for streams, is full: runbooks/disk-full.md"
     if err_code == TOO_MANY_READERS:
         return (
-            "the stream has as many readers as server or account allow, and each process is one: "
-            "raise the number in the server's configuration (docs/operations.md, Large fleets)"
+            "the stream has as many readers as server or account allow, and a learner has about "
+            "five: raise the number in the server's configuration (docs/operations.md, Large "
+            "fleets)"
         )
     return None
 
