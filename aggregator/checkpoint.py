@@ -142,9 +142,16 @@ async def _newest(context: Context, fragment: int) -> Recorded:
 
 
 async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...]) -> wire.Record:
-    """Stores a fragment's view and outer state at a record.
+    """Stores a fragment's view and outer state as they are after the record `at`.
 
-    Returns the fragment's first record of the epoch that a `resume` may begin.
+    Args:
+        context: the run.
+        at: the record.
+        quarantined: the learners that are in quarantine at the checkpoint.
+
+    Returns:
+        The record with which the fragment begins on a new tape, if `diloco run resume` makes one
+        from this checkpoint.
     """
     source = at.record
     recovered = await rebuild(context, source, at.record_seq)

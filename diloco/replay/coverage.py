@@ -122,10 +122,10 @@ def tape_of(
     Args:
         history: the tape.
         listing: the run's objects, listed before the tape was read.
-        window_s: age from which objects may have been collected, if the tape is a copy and its run
-            in progress; infinite for the run's own tape.
+        window_s: of a bundle without objects, the age in seconds from which garbage collection may
+            have removed objects since the bundle was made; else infinite.
         now_s: the time, in seconds since the epoch.
-        lost: as in `Tape`.
+        lost: what is damaged in the file from which the tape was salvaged; "" if it was not.
     """
     times_s, copied = history.times_s, window_s < inf
     first_seq = next(iter(times_s))

@@ -151,7 +151,7 @@ class _Answers:
 
 
 class _Attempt(Preparation):
-    """An attempt to have all workers fetch a version's tensors onto their devices."""
+    """An attempt to have the learner's other hosts fetch a version's tensors onto their devices."""
 
     def __init__(self, coordinator: "Coordinator", number: int, answers: _Answers) -> None:
         self._coordinator = coordinator

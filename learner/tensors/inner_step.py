@@ -160,7 +160,7 @@ def _gradient(
 
 
 def _in_parts(leaf: Any, parts: int) -> jax.Array:
-    """Reshapes rows [B, ...] to [B / parts, parts, ...].
+    """Reshapes rows [B, ...] to [B / parts, parts, ...]. A scalar stays as it is.
 
     Part i is [:, i], so that each part has rows on every device.
     """

@@ -217,7 +217,11 @@ class OwnerLife:
         return numbers.clock_after(self.settings, self.fragment, self.clock)
 
     def may_follow(self) -> bool:
-        """True if the fragment has another round."""
+        """True if the fragment may make another version.
+
+        It may if that version is within the run's steps; or, once the run stops, while the
+        fragment's last version is not made.
+        """
         if self.final:
             return False
         return bool(self.memory.stopping_at_s) or self.next_clock() <= self.settings.run.steps

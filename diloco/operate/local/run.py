@@ -384,7 +384,10 @@ class LocalRun:
         return ["--metrics-port", str(next(ports))] if self.config.metrics.port else []
 
     async def _watch(self, watch: Watch) -> None:
-        """Shows the run until its end is on the tape."""
+        """Shows the run until its end is on the tape.
+
+        Meanwhile restarts daemons that fail, and kills those of `--kill` at their steps.
+        """
         following = asyncio.ensure_future(watch.follow())
         shown_s = 0.0
         live = Live(console=self.console, auto_refresh=False, transient=False)
