@@ -1,5 +1,6 @@
 """Decoders of checkpoints that people have: held against what transformers computed of them."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.learner.tensors import tree
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.causal_lm import CausalLM
-from diloco.models.decoders.config import parse_config, read_config
+from diloco.models.decoders.config import config_document, parse_config, read_config
 from diloco.models.decoders.files import HuggingFace
 from diloco.models.decoders.tensor_names_and_shapes import table
 from tests.models import tiny
@@ -178,6 +179,17 @@ def refused(action):
         (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         (LLAMA | {"rope_scaling": LLAMA3 | {"attention_factor": 2.0}}, "attention_factor"),
         (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads"),
+        (LLAMA | {"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        (QWEN3 | {"use_sliding_window": "false"}, "use_sliding_window"),
+        (
+            LLAMA
+            | {
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+            },
+            "rope_scaling",
+        ),
+        (GEMMA3 | {"_sliding_window_pattern": 3}, "_sliding_window_pattern"),
         (LLAMA | {"vocab_size": "many"}, "vocab_size"),
         (LLAMA | {"layer_types": ["full_attention"] * 3}, "layer_types"),
         (QWEN3 | {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
@@ -189,6 +201,14 @@ def refused(action):
         (GEMMA3 | {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         (GEMMA4 | {"layer_types": ["sliding_attention"] * 6}, "layer_types"),
         (GEMMA4 | {"num_kv_shared_layers": 4}, "num_kv_shared_layers"),
+        (
+            GEMMA4 | {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+            "rope_parameters",
+        ),
+        (
+            GEMMA4 | {"rope_parameters": {"full_attention": {"rope_theta": 10_000.0}}},
+            "sliding_attention",
+        ),
         (GEMMA4 | {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
         (GEMMA4 | {"per_layer_config": {n: {"mlp": 8} for n in "25"}}, "per_layer_config"),
         (GEMMA4 | {"global_head_dim": 23}, "full_attention"),
@@ -249,6 +269,38 @@ def test_a_tensor_of_two_files_is_refused(tmp_path):
     save_file(load_file(other) | {name: load_file(one)[name]}, other)
     message = refused(lambda: checkpoint.read_checkpoint(folder, config))
     assert f"{name!r} is there twice" in message
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_head_of_its_own_is_refused_where_the_embeddings_are_the_head(tmp_path, fits):
+    """transformers computes with such a head, and ties it only where both are equal."""
+    folder, config = written(tmp_path)
+    tied = dataclasses.replace(config, tied=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"][-1] += 0 if fits else 1
+    save_file(tensors, folder / "model.safetensors")
+    if fits:
+        assert "head" not in checkpoint.read_checkpoint(folder, tied)
+    else:
+        message = refused(lambda: checkpoint.read_checkpoint(folder, tied))
+        assert "lm_head.weight differs from model.embed_tokens.weight" in message
+
+
+def test_a_single_file_beside_an_index_is_refused(tmp_path):
+    folder, config = written(tmp_path, file_bytes=20_000)
+    save_file({"model.norm.weight": np.zeros(32, np.float32)}, folder / "model.safetensors")
+    message = refused(lambda: checkpoint.read_checkpoint(folder, config))
+    assert "both model.safetensors and model.safetensors.index.json" in message
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "gemma4-31b"])
+def test_a_window_that_no_layer_has_is_written_as_a_number(case):
+    """transformers cannot load Gemma's files without one."""
+    document = CASES[case] | {"layer_types": ["full_attention"] * CASES[case]["num_hidden_layers"]}
+    config = parse_config(document, source="")
+    assert config.window is None
+    assert config_document(config, "float32")["sliding_window"] > 0
 
 
 def test_nothing_half_written_is_left(tmp_path):

@@ -48,6 +48,8 @@ CARRIED = (
     "processor_config.json",
 )
 _READ = {"F32", "BF16", "F16"}
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+ROWS = 4096  # rows of a tensor that are compared at a time
 # The module of a layer's experts in checkpoints that transformers itself saves.
 FUSED = "mlp"
 
@@ -131,7 +133,10 @@ def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
         ConfigError: a file is missing or damaged, or does not fit the configuration.
     """
     entries = table(config)
-    places = _one_by_one(_needed(_textual(_places(folder), config), config), config)
+    textual = _textual(_places(folder), config)
+    if config.tied:
+        _check_tied(textual)
+    places = _one_by_one(_needed(textual, config), config)
     wanted = {name for entry in entries.values() for name in entry.checkpoint_names()}
     if missing := sorted(wanted - set(places)):
         raise ConfigError(
@@ -165,6 +170,12 @@ def _places(folder: Path) -> dict[str, Place]:
         ConfigError: a file is missing or damaged, or the index does not fit the files.
     """
     index = folder / INDEX
+    if index.exists() and (folder / SINGLE).is_file():
+        raise ConfigError(
+            f"{str(folder)!r} has both {SINGLE} and {INDEX}",
+            hint="transformers reads the first, others the second: remove the one that is not the"
+            " checkpoint's",
+        )
     if not index.exists():
         if not (folder / SINGLE).is_file():
             raise ConfigError(
@@ -255,12 +266,35 @@ def _carried(config: DecoderConfig) -> tuple[str, ...]:
     return tuple(each for each in OTHERS if config.tower is None or each not in VISION)
 
 
+def _check_tied(places: dict[str, Place]) -> None:
+    """Refuses a head of its own where the configuration says that the embeddings are the head.
+
+    transformers would compute with that head.
+    """
+    head, embeddings = places.get(HEAD), places.get(EMBEDDINGS)
+    if head is None or embeddings is None:
+        return
+    same = head.shape == embeddings.shape
+    for start in range(0, head.shape[0] if same else 0, ROWS):
+        rows = slice(start, min(start + ROWS, head.shape[0]))
+        one, other = (
+            _read(each, safe_open(each.path, "numpy"), rows) for each in (head, embeddings)
+        )
+        same = same and np.array_equal(one, other)
+    if not same:
+        raise ConfigError(
+            f"{str(head.path)!r}: {HEAD} differs from {EMBEDDINGS}, but config.json has"
+            " tie_word_embeddings true",
+            hint="set tie_word_embeddings to false, or remove the head if it is not the model's",
+        )
+
+
 def _needed(places: dict[str, Place], config: DecoderConfig) -> dict[str, Place]:
     """Returns the tensors without redundant ones.
 
     Redundant are a tied head, and the keys and values of layers that use those of another layer.
     """
-    left_out = {"lm_head.weight"} if config.tied else set()
+    left_out = {HEAD} if config.tied else set()
     for group in groups_of(config).values():
         for number in group.numbers if group.config.takes_keys else ():
             layer = f"model.layers.{number}.self_attn."

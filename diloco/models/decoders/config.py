@@ -21,7 +21,9 @@ from diloco.models.decoders.families import (
     MUST_BE,
     NEUTRAL,
     NULL,
+    SWITCHES,
     Family,
+    all_with_a_window,
 )
 from diloco.models.decoders.image_text import TEXT_FAMILIES, ImageText, text_part
 from diloco.models.decoders.layer_kinds import (
@@ -279,6 +281,8 @@ class _Parser:
                         f"{key} is {value!r}, which would change what the model computes",
                         f"only {must_be[key][0]!r} is computed here; {_ANY_MODEL}",
                     )
+            elif key in SWITCHES and not isinstance(value, bool):
+                self._refuse(f"{key} must be true or false, but it is {value!r}", "repair it")
             elif key not in known:
                 self._refuse(
                     f"{key} = {value!r} is not known, and may change what the model computes",
@@ -337,8 +341,8 @@ class _Parser:
         if "mlp_only_layers" not in self._files.defaults:
             return ()
         every, named = self._count("decoder_sparse_step"), self._value("mlp_only_layers")
-        if not isinstance(named, list):
-            self._refuse(f"mlp_only_layers is {named!r:.80}", "it is a list of layers")
+        if not isinstance(named, list) or not all(type(each) is int for each in named):
+            self._refuse(f"mlp_only_layers is {named!r:.80}", "it is a list of layers' numbers")
         dense = [n for n in range(layers) if (n + 1) % every or n in named]
         if len(dense) == layers:
             self._refuse(
@@ -432,6 +436,7 @@ class _Parser:
                 "make the two agree",
             )
         if kinds is None:
+            self._check_pattern()
             slides = self._files.sliding(self._value, layers)
             kinds = [SLIDING if each else FULL for each in slides]
         if len(kinds) != layers or not set(kinds) <= {SLIDING, FULL}:
@@ -443,26 +448,51 @@ class _Parser:
         sliding = tuple(kind == SLIDING for kind in kinds)
         return sliding, self._count("sliding_window") if any(sliding) else None
 
+    def _check_pattern(self) -> None:
+        """Refuses an old key of Gemma's files that says another pattern of windows than the new."""
+        new, old = "sliding_window_pattern", "_sliding_window_pattern"
+        if old in self._document and self._document[old] != self._value(new):
+            self._refuse(
+                f"{old} is {self._document[old]!r}, but {new} is {self._value(new)!r}",
+                "give layer_types, or make the two agree",
+            )
+
     def _ropes(self) -> tuple[Rope, Rope]:
         """Returns the rotary positions (of full layers, of layers with a sliding window)."""
         given = self._document.get("rope_parameters") or {}
-        scaling = self._document.get("rope_scaling") or {}
-        if self._files.ropes is not None:
-            both = self._files.ropes | given
-            return self._rope(both[FULL]), self._rope(both[SLIDING])
-        theta = self._number("rope_theta")
-        if "rope_local_base_freq" not in self._files.defaults:
-            rope = self._rope({"rope_theta": theta} | scaling | given)
-            return rope, rope
-        if given and not set(given) <= {FULL, SLIDING}:
+        two = self._files.ropes is not None or "rope_local_base_freq" in self._files.defaults
+        if two and given and set(given) != {FULL, SLIDING}:
             self._refuse(
                 f"rope_parameters must be given for {FULL} and {SLIDING}", "as Gemma's files do"
             )
+        if self._files.ropes is not None:
+            both = self._files.ropes | given
+            return self._rope(both[FULL]), self._rope(both[SLIDING])
+        plain = {"rope_theta": self._number("rope_theta")}
+        if not two:
+            rope = self._one_rope(plain, given)
+            return rope, rope
         local = {"rope_theta": self._number("rope_local_base_freq")}
         return (
-            self._rope({"rope_theta": theta} | scaling | (given.get(FULL) or {})),
+            self._one_rope(plain, given.get(FULL) or {}),
             self._rope(local | (given.get(SLIDING) or {})),
         )
+
+    def _one_rope(self, plain: Document, given: Document) -> Rope:
+        """Returns the rotary positions of `rope_parameters`, or else of the older `rope_scaling`.
+
+        Args:
+            plain: `rope_theta`, as the file or its family has it.
+            given: the value of `rope_parameters` for these layers; may be empty.
+        """
+        scaling = self._document.get("rope_scaling") or {}
+        older, newer = self._rope({**plain, **scaling}), self._rope({**plain, **given})
+        if scaling and given and older != newer:
+            self._refuse(
+                f"rope_scaling is {scaling}, but rope_parameters is {given}",
+                "make the two agree, or leave one out",
+            )
+        return newer if given else older
 
     def _rope(self, given: Document) -> Rope:
         kind = given.get("rope_type", given.get("type", "default"))
@@ -502,6 +532,18 @@ def config_document(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     return document
 
 
+def _window(config: DecoderConfig) -> int | None:
+    """Returns the value of `sliding_window`: a number, unless null says that no layer has one.
+
+    transformers cannot load some families without a number, even if no layer has a window.
+    """
+    files = FAMILY_FILES[config.family]
+    if config.window is not None or files.sliding is all_with_a_window:
+        return config.window
+    number: int | None = files.defaults.get("sliding_window")
+    return number
+
+
 def _said(config: DecoderConfig) -> dict[str, Any]:
     """Returns a decoder's values of all keys that any family has."""
     said: dict[str, Any] = {
@@ -519,7 +561,7 @@ def _said(config: DecoderConfig) -> dict[str, Any]:
         "attention_bias": "o" in config.biased,
         "mlp_bias": "up" in config.biased,
         "use_sliding_window": any(config.sliding),
-        "sliding_window": config.window,
+        "sliding_window": _window(config),
         "layer_types": [SLIDING if slides else FULL for slides in config.sliding],
         "query_pre_attn_scalar": _scalar(config.query_scale),
         "final_logit_softcapping": config.logit_cap,

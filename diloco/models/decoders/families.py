@@ -69,6 +69,20 @@ COMMON = frozenset(
 )
 # Values of keys that a file leaves out, unless its family has others.
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0}
+# Keys whose values are true or false.
+SWITCHES = frozenset(
+    {
+        "tie_word_embeddings",
+        "norm_topk_prob",
+        "use_sliding_window",
+        "enable_moe_block",
+        "attention_bias",
+        "mlp_bias",
+        "attention_k_eq_v",
+        "output_router_logits",
+        "use_double_wide_mlp",
+    }
+)
 # The values that these keys may have, unless the family supports others.
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
@@ -95,7 +109,8 @@ def never(value: Callable[[str], Any], layers: int) -> list[bool]:
     return [False] * layers
 
 
-def _all_with_a_window(value: Callable[[str], Any], layers: int) -> list[bool]:
+def all_with_a_window(value: Callable[[str], Any], layers: int) -> list[bool]:
+    """Returns True for all layers if the file has a window; null says that none has one."""
     return [value("sliding_window") is not None] * layers
 
 
@@ -114,7 +129,7 @@ def _all_but_every_second(value: Callable[[str], Any], layers: int) -> list[bool
 
 
 def _all_but_some(value: Callable[[str], Any], layers: int) -> list[bool]:
-    every = int(value("_sliding_window_pattern") or value("sliding_window_pattern"))
+    every = int(value("sliding_window_pattern"))
     return [(layer + 1) % every != 0 for layer in range(layers)]
 
 
@@ -242,7 +257,7 @@ FAMILY_FILES: dict[Family, FamilyFiles] = {
         title="Mistral",
         architecture="MistralForCausalLM",
         defaults={"hidden_act": "silu", "num_key_value_heads": 8, "sliding_window": 4096},
-        sliding=_all_with_a_window,
+        sliding=all_with_a_window,
     ),
     "gemma": FamilyFiles(
         title="Gemma, the first",
@@ -405,7 +420,7 @@ FAMILY_FILES: dict[Family, FamilyFiles] = {
             "router_aux_loss_coef": 0.001,
         },
         must_be=_ROUTED,
-        sliding=_all_with_a_window,
+        sliding=all_with_a_window,
         experts=ExpertFiles(
             count="num_local_experts",
             width="intermediate_size",

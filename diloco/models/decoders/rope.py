@@ -78,6 +78,8 @@ class Rope:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(f"{name} must be a number above 0, but it is {value!r}")
+        if given.get("partial_rotary_factor", 1.0) > 1:
+            raise ValueError("partial_rotary_factor must be at most 1")
         if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
             raise ValueError("high_freq_factor must be above low_freq_factor")
         scaling = tuple((name, given[name]) for name in (*_KEYS[kind], *more) if name in given)
