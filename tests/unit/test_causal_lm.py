@@ -130,6 +130,68 @@ def test_what_is_written_is_read_back(tmp_path, case):
         np.testing.assert_array_equal(rows[name][1:3], values[1:3])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_an_export_of_the_same_model_may_be_the_beginning(tmp_path, case):
+    config = parse_config(CASES[case], source=case)
+    first = tmp_path / "first"
+    HuggingFace(config, None, fresh=True).write(first, arrays_of(case, config), "float32")
+    exported = HuggingFace(read_config(first), first, fresh=False)
+    exported.write(tmp_path / "second", arrays_of(case, config), "bfloat16")
+    for folder in (first, tmp_path / "second"):
+        for files in (HuggingFace(config, None, fresh=True), exported):
+            assert files.read(folder).keys() == table(config).keys()
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "word"),
+    [
+        ("llama-3.1", {"rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}, "rope"),
+        ("llama-3.1", {"hidden_act": "gelu"}, "activation"),
+        ("llama-3.1", {"rms_norm_eps": 0.1}, "norm_eps"),
+        ("gemma3", {"query_pre_attn_scalar": 7}, "query_scale"),
+        ("gemma3", {"sliding_window": 3}, "window"),
+        ("mixtral", {"num_experts_per_tok": 1}, "experts"),
+        ("llama-3.1", {"residual_multiplier": 0.5}, "residual_multiplier"),
+    ],
+)
+def test_a_folder_that_describes_another_function_is_refused(tmp_path, case, change, word):
+    folder, config = written(tmp_path, case)
+    document = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(document))
+    message = refused(lambda: HuggingFace(config, None, fresh=True).read(folder))
+    assert word in message.replace(str(folder), "")
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("llama-3.1", {"eos_token_id": [3, 4], "dtype": "bfloat16", "max_position_embeddings": 7}),
+        ("mixtral", {"router_aux_loss_coef": 0.5}),
+    ],
+)
+def test_a_folder_may_differ_in_what_changes_no_function(tmp_path, case, change):
+    folder, config = written(tmp_path, case)
+    document = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(document))
+    assert HuggingFace(config, None, fresh=True).read(folder).keys() == table(config).keys()
+
+
+def test_a_folder_of_tensors_alone_may_be_the_beginning(tmp_path):
+    folder, config = written(tmp_path)
+    (folder / "config.json").unlink()
+    assert HuggingFace(config, None, fresh=True).read(folder).keys() == table(config).keys()
+
+
+def test_a_scalar_of_scores_that_is_not_whole_survives_an_export(tmp_path):
+    for number in range(40):
+        document = GEMMA3 | {"query_pre_attn_scalar": 5.1 + number / 7}
+        config = parse_config(document, source="")
+        folder = tmp_path / str(number)
+        arrays = arrays_of("gemma3", config)
+        checkpoint.write_checkpoint(folder, config, arrays)
+        HuggingFace(config, None, fresh=True).read(folder)
+
+
 def test_keys_of_layers_that_take_others_are_left_out(tmp_path):
     """Published files have them, and transformers reads none."""
     folder, config = written(tmp_path, "gemma4-e2b")

@@ -72,8 +72,19 @@ def test_the_text_model_of_another_folder_is_read(tmp_path, arrays):
     config = parse_config(GEMMA4_WHOLE, source="")
     alone = parse_config(GEMMA4_WHOLE["text_config"], source="")
     checkpoint.write_checkpoint(tmp_path / "alone", alone, arrays)
-    rows = checkpoint.read_checkpoint(tmp_path / "alone", config)
+    rows = HuggingFace(config, None, fresh=True).read(tmp_path / "alone")
     np.testing.assert_array_equal(rows["layers/full/q"][:], arrays["layers/full/q"])
+
+
+def test_an_export_of_the_same_checkpoint_may_be_the_beginning(tmp_path, arrays):
+    source = make(tmp_path / "source", arrays)
+    files = HuggingFace(read_config(source), source, fresh=False)
+    files.write(tmp_path / "out", arrays, "float32")
+    assert files.read(tmp_path / "out").keys() == arrays.keys()
+    document = json.loads((source / "config.json").read_text())
+    document["text_config"]["rms_norm_eps"] = 0.1
+    (source / "config.json").write_text(json.dumps(document))
+    assert "norm_eps" in refused(lambda: files.read(source))
 
 
 def test_numbers_of_layers_are_read_as_transformers_pads_them():

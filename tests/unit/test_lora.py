@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from diloco.common.protocol.errors import ConfigError, IntegrityError, TaskError
 from diloco.common.protocol.frozen import Frozen, store_frozen
@@ -16,6 +17,7 @@ from diloco.learner.tensors.tree import loaded_frozen, named_leaves
 from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.lora import LoraOptions, init_adapters, read_lora, with_adapters
+from diloco.models.decoders.peft_config import check_adapter_config
 from tests.models import tiny
 from tests.models.cases import CASES, GEMMA3, LLAMA, QWEN3_MOE, WHOLE
 from tests.models.weights import pictured
@@ -184,6 +186,169 @@ def test_an_adapter_is_written_and_read(folders):
         loaded(folders, {"rank": 2}).files.read(folders / "out")
     with pytest.raises(ConfigError, match="gate_proj"):
         loaded(folders, LORA | {"targets": ["q_proj"]}).files.read(folders / "out")
+
+
+# What `LoraConfig(target_modules=["q_proj"]).save_pretrained` of peft 0.21.2 writes, and its field
+# that is not written.
+PEFT_DEFAULTS = {
+    "alora_invocation_tokens": None,
+    "alpha_pattern": {},
+    "arrow_config": None,
+    "auto_mapping": None,
+    "base_model_name_or_path": None,
+    "bias": "none",
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "exclude_modules": None,
+    "fan_in_fan_out": False,
+    "inference_mode": False,
+    "init_lora_weights": True,
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": {},
+    "lora_alpha": 8,
+    "lora_bias": False,
+    "lora_dropout": 0.0,
+    "lora_ga_config": None,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "modules_to_save": None,
+    "monteclora_config": None,
+    "peft_type": "LORA",
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "r": 8,
+    "rank_pattern": {},
+    "revision": None,
+    "runtime_config": {"ephemeral_gpu_offload": False},
+    "target_modules": ["q_proj"],
+    "target_parameters": None,
+    "task_type": None,
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_rslora": False,
+    "velora_config": None,
+}
+PEFT_LORA = {"rank": 8, "alpha": 8.0, "targets": ["q_proj"]}
+
+
+def check_document(tmp_path, document):
+    config = parse_config(LLAMA, source="")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(document))
+    check_adapter_config(tmp_path, read_lora(LoraOptions(**PEFT_LORA), config))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "default"},
+        {"init_lora_weights": False},
+        {"base_model_name_or_path": "some/base", "revision": "main", "task_type": "CAUSAL_LM"},
+        {"inference_mode": True, "peft_version": "0.9", "lora_dropout": 0.1},
+        {"auto_mapping": {"base_model_class": "LlamaForCausalLM"}, "runtime_config": None},
+        {"merge_weights": False, "modules_to_save": [], "rank_pattern": None},
+    ],
+)
+def test_keys_without_effect_on_an_adapter_are_accepted(tmp_path, change):
+    check_document(tmp_path, PEFT_DEFAULTS | change)
+
+
+def test_keys_that_an_adapter_leaves_out_have_the_defaults_of_peft(tmp_path):
+    check_document(tmp_path, {})
+    config = parse_config(LLAMA, source="")
+    with pytest.raises(ConfigError, match="lora_alpha=8"):
+        check_adapter_config(tmp_path, read_lora(LoraOptions(rank=8, alpha=16.0), config))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("r", 4),
+        ("lora_alpha", 16),
+        ("bias", "lora_only"),
+        ("peft_type", "ADALORA"),
+        ("use_rslora", True),
+        ("use_dora", True),
+        ("use_qalora", True),
+        ("use_bdlora", {"nblocks": 2}),
+        ("lora_bias", True),
+        ("alpha_pattern", {"q_proj": 64}),
+        ("rank_pattern", {"q_proj": 2}),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_16"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "lora_ga"),
+        ("alora_invocation_tokens", [1, 2]),
+        ("layer_replication", [[0, 2], [1, 3]]),
+        ("megatron_config", {"tensor_model_parallel_size": 2}),
+        ("trainable_token_indices", [5]),
+        ("exclude_modules", ["k_proj"]),
+        ("layers_to_transform", [0]),
+        ("layers_pattern", "layers"),
+        ("fan_in_fan_out", True),
+        ("arrow_config", {"top_k": 3}),
+        ("kasa_config", {"beta": 1e-4}),
+        ("velora_config", {"scale": 1.0}),
+        ("monteclora_config", {"num_samples": 8}),
+        ("modules_to_save", ["lm_head"]),
+        ("ensure_weight_tying", True),
+        ("a_key_of_a_later_version", 0),
+    ],
+)
+def test_a_key_of_an_adapter_that_is_not_honoured_is_refused_by_name(tmp_path, key, value):
+    with pytest.raises(ConfigError) as caught:
+        check_document(tmp_path, PEFT_DEFAULTS | {key: value})
+    assert f"{key}={value!r}" in caught.value.message
+    assert caught.value.hint
+
+
+def test_hyperparameters_that_are_no_json_object_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="JSON object"):
+        check_document(tmp_path, ["LORA"])
+
+
+def test_an_adapter_of_another_function_is_refused_when_its_folder_is_read(folders):
+    task = loaded(folders)
+    task.files.write(folders / "out", leaves_of(variables_of(task)), "float32")
+    path = folders / "out" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"alpha_pattern": {"q_proj": 64}}))
+    with pytest.raises(ConfigError, match="alpha_pattern"):
+        task.files.read(folders / "out")
+
+
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [(LLAMA, ["q_proj"]), (QWEN3_MOE, ["experts.gate_up_proj"])],
+)
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_tensors_of_another_shape_or_dtype_are_refused_by_name(tmp_path, case, targets, half):
+    folders = written(tmp_path, case | {"num_hidden_layers": 1})
+    task = loaded(folders, LORA | {"targets": targets})
+    task.files.write(folders / "out", leaves_of(variables_of(task)), "float32")
+    path = folders / "out" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    [name] = [each for each in tensors if half in each]
+    shape = list(tensors[name].shape)
+    axis = 0 if half == "lora_A" else 1
+    twice = np.concatenate([tensors[name]] * 2, axis)
+    save_file(tensors | {name: twice}, path)
+    with pytest.raises(ConfigError) as caught:
+        task.files.read(folders / "out")
+    assert f"{name} of shape {list(twice.shape)}" in caught.value.message
+    assert str(shape) in caught.value.message
+    assert caught.value.hint
+    save_file(tensors | {name: tensors[name].astype(np.int8)}, path)
+    with pytest.raises(ConfigError, match=f"{name} as I8"):
+        task.files.read(folders / "out")
 
 
 def test_what_is_merged_is_a_checkpoint(folders):

@@ -47,7 +47,7 @@ CARRIED = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-_READ = {"F32", "BF16", "F16"}
+READ = {"F32", "BF16", "F16"}  # the dtypes that are read, by their names in safetensors
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 ROWS = 4096  # rows of a tensor that are compared at a time
 # The module of a layer's experts in checkpoints that transformers itself saves.
@@ -346,7 +346,7 @@ def _check(place: Place, name: str, shape: tuple[int, ...]) -> None:
             f" it {list(shape)}",
             hint="config.json and the tensors are of different models: copy both from one place",
         )
-    if place.dtype not in _READ:
+    if place.dtype not in READ:
         raise ConfigError(
             f"{str(place.path)!r}: {name} is {place.dtype}; float32, bfloat16 and float16 are read",
             hint="quantized checkpoints are not trained: give the one that they were made from",

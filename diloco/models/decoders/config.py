@@ -9,6 +9,7 @@ file leaves out has the family's default.
 import dataclasses
 import json
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,36 @@ def read_config(folder: Path) -> DecoderConfig:
         ConfigError: the file is missing or damaged, or has a key that is not supported.
     """
     return parse_config(read_document(folder), source=str(folder / CONFIG))
+
+
+def different_fields(
+    one: DecoderConfig, other: DecoderConfig, besides: AbstractSet[str]
+) -> list[str]:
+    """Returns the names of the fields in which two decoders differ, in the order of the class.
+
+    Left out are fields without effect on the function: those about tokens and lengths, an
+    image-and-text checkpoint's `modules`, and the weight of the experts' balance in the loss.
+
+    Args:
+        one: the one configuration.
+        other: the other configuration.
+        besides: names of further fields to leave out.
+    """
+    left = [f.name for f in dataclasses.fields(one) if f.name not in besides | _WITHOUT_EFFECT]
+    return [name for name in left if _compared(one, name) != _compared(other, name)]
+
+
+def _compared(config: DecoderConfig, name: str) -> Any:
+    value = getattr(config, name)
+    if isinstance(value, Experts):
+        return dataclasses.replace(value, balance=0.0)
+    if isinstance(value, ImageText):
+        return dataclasses.replace(value, modules=())
+    # Files give the inverse square, which is not exact.
+    return float(f"{value:.12g}") if name == "query_scale" else value
+
+
+_WITHOUT_EFFECT = frozenset({"positions", "tokens"})
 
 
 def read_document(folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Without adapters, the folder is a checkpoint of transformers. With adapters, it 
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,13 @@ from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 from diloco.models.decoders import checkpoint
 from diloco.models.decoders.checkpoint import DTYPES, Rows, carry, staged
-from diloco.models.decoders.config import CONFIG, DecoderConfig, read_config
+from diloco.models.decoders.config import (
+    CONFIG,
+    DecoderConfig,
+    different_fields,
+    read_config,
+    read_document,
+)
 from diloco.models.decoders.experts import DOWN, GATE_UP, OUT, UP
 from diloco.models.decoders.image_text import ALONE, WITHIN
 from diloco.models.decoders.lora import (
@@ -34,10 +41,12 @@ from diloco.models.decoders.lora import (
     matrices_of,
     targets_of,
 )
+from diloco.models.decoders.peft_config import ADAPTER_CONFIG, check_adapter_config
 from diloco.models.decoders.tensor_names_and_shapes import TensorEntry, table
 from diloco.models.decoders.upcycling import LayersOf, read_upcycled
+from diloco.models.decoders.vision import with_tower
 
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER = "adapter_model.safetensors"
 _PEFT_NAMES = {DOWN: "lora_A", UP: "lora_B"}
 
 
@@ -74,16 +83,41 @@ class HuggingFace:
         """Returns the tensors of a checkpoint's folder, by name; reads no values yet.
 
         If the decoder has experts and the checkpoint is dense, the experts are made from the
-        checkpoint (`upcycling`).
+        checkpoint (`upcycling`). The folder may lack a `config.json`.
 
         Raises:
-            ConfigError: a file is missing or damaged, or does not fit the configuration.
+            ConfigError: a file is missing or damaged, or does not fit the configuration; or the
+                folder's `config.json` describes another function.
         """
-        if self.config.experts is not None and (folder / CONFIG).exists():
+        if (folder / CONFIG).exists():
             there = read_config(folder)
-            if there.experts is None:
+            if self.config.experts is not None and there.experts is None:
                 return read_upcycled(folder, there, self.config)
+            self._check_alike(folder, there)
         return checkpoint.read_checkpoint(folder, self.config)
+
+    def _check_alike(self, folder: Path, there: DecoderConfig) -> None:
+        """Checks that the decoder of a folder computes the same function as the task's.
+
+        Args:
+            folder: the folder.
+            there: the configuration in the folder.
+
+        Raises:
+            ConfigError: it computes another function.
+        """
+        besides = {"family"}
+        if there.image_text is None or self.config.image_text is None:
+            # A text model of its own may be the beginning of an image-and-text checkpoint's.
+            besides |= {"image_text", "tower"}
+        elif self.config.tower is not None:
+            there = with_tower(there, read_document(folder), repr(str(folder)))
+        if different := different_fields(there, self.config, besides):
+            raise ConfigError(
+                f"{str(folder / CONFIG)!r} describes another function than the config.json of the"
+                f" task's model; different: {', '.join(different)}",
+                hint="name this folder by the task's option model, or give one of the same model",
+            )
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
         """Writes a checkpoint to a new folder.
@@ -142,7 +176,7 @@ class Adapters:
             ConfigError: a file is missing or damaged, or has adapters of other matrices or with
                 other hyperparameters.
         """
-        self._check_document(folder)
+        check_adapter_config(folder, self.lora)
         path = folder / ADAPTER
         wanted = {
             leaf: (name, layer)
@@ -157,6 +191,9 @@ class Adapters:
                         f" {', '.join(different[:4])}",
                         hint="give the task the rank and the targets that they were trained with",
                     )
+                for _, entry, half in self._halves():
+                    for leaf in self._names(entry, half):
+                        self._check_tensor(leaf, opened.get_slice(leaf), entry, half)
                 found = {leaf: opened.get_tensor(leaf) for leaf in wanted}
         except (OSError, SafetensorError) as error:
             raise ConfigError(
@@ -170,6 +207,32 @@ class Adapters:
             name: np.stack([_from_peft(entry, half, values) for values in leaves[name]])
             for name, entry, half in self._halves()
         }
+
+    def _check_tensor(self, leaf: str, there: Any, entry: TensorEntry, half: str) -> None:
+        """Checks the shape and dtype of a tensor of `peft`'s file.
+
+        Args:
+            leaf: the tensor's name in the file.
+            there: the tensor, as a slice of safetensors.
+            entry: the adapted matrix.
+            half: `DOWN` for A, `UP` for B.
+
+        Raises:
+            ConfigError: the shape or dtype is another than that of the task's adapters.
+        """
+        found, dtype = list(there.get_shape()), there.get_dtype()
+        if found != (wanted := _shape_in_peft(entry, half, self.lora.rank)):
+            raise ConfigError(
+                f"{ADAPTER} has {leaf} of shape {found}, but rank {self.lora.rank} and the base"
+                f" make it {wanted}",
+                hint=f"{ADAPTER} and {ADAPTER_CONFIG} are of different adapters, or the base is of"
+                " another shape: copy both from one place",
+            )
+        if dtype not in checkpoint.READ:
+            raise ConfigError(
+                f"{ADAPTER} has {leaf} as {dtype}; float32, bfloat16 and float16 are read",
+                hint="quantized adapters are not trained: give the one that they were made from",
+            )
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
         """Writes the adapters without their base.
@@ -280,33 +343,16 @@ class Adapters:
             document["target_parameters"] = within
         return document
 
-    def _check_document(self, folder: Path) -> None:
-        """Checks that the adapters in a folder have this task's hyperparameters.
-
-        Raises:
-            ConfigError: a hyperparameter differs, or the file of hyperparameters is missing.
-        """
-        path = folder / ADAPTER_CONFIG
-        try:
-            there = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{str(path)!r} cannot be read: {error}",
-                hint="--from takes an adapter's folder here; the base is the option model's",
-            ) from error
-        wanted: dict[str, Any] = {"r": self.lora.rank, "lora_alpha": self.lora.alpha}
-        wanted |= {"use_rslora": False, "use_dora": False, "bias": "none"}
-        for key, value in wanted.items():
-            if there.get(key, value) != value:
-                raise ConfigError(
-                    f"{str(path)!r} has {key}={there[key]!r}, but the task's adapters have"
-                    f" {value!r}",
-                    hint="give the task's option lora the adapter's own rank and alpha",
-                )
-
 
 def _of_experts(entry: TensorEntry) -> bool:
     return "experts" in entry.axes
+
+
+def _shape_in_peft(entry: TensorEntry, half: str, rank: int) -> list[int]:
+    """Returns the shape of A or B of one layer in `peft`'s format (`_to_peft`)."""
+    _, *experts, inputs, outputs = entry.shape
+    ranks = rank * math.prod(experts)
+    return [ranks, inputs] if half == DOWN else [outputs, ranks]
 
 
 def _to_peft(entry: TensorEntry, values: np.ndarray, half: str) -> np.ndarray:

@@ -5,7 +5,6 @@ token's experts add up to 1, so that version 0 computes the same function as the
 training the experts become different.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,13 +14,13 @@ import numpy as np
 
 from diloco.common.protocol.errors import ConfigError
 from diloco.models.decoders.checkpoint import Rows, read_checkpoint
-from diloco.models.decoders.config import DecoderConfig
+from diloco.models.decoders.config import DecoderConfig, different_fields
 from diloco.models.decoders.tensor_names_and_shapes import LAYERS, table
 
 ROUTER_STD = 0.02
 _SEED = 2212_05055
 # Fields of `DecoderConfig` in which the dense decoder and the mixture may differ.
-_OTHER = {"family", "experts", "mlp_width", "positions", "tokens"}
+_OTHER = {"family", "experts", "mlp_width"}
 
 
 class LayersOf:
@@ -85,8 +84,7 @@ def _noise(shape: tuple[int, ...], layer: int) -> np.ndarray:
 
 def _check_alike(folder: Path, dense: DecoderConfig, config: DecoderConfig) -> None:
     assert config.experts is not None
-    fields = [field.name for field in dataclasses.fields(config) if field.name not in _OTHER]
-    different = [name for name in fields if getattr(dense, name) != getattr(config, name)]
+    different = different_fields(dense, config, _OTHER)
     if config.experts.beside:
         different.append("experts beside the MLP, not in its place")
     if dense.mlp_width != config.experts.width:
