@@ -11,6 +11,7 @@
 It runs in an environment that has torch and transformers, and nothing of the project.
 """
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -65,7 +66,7 @@ def logits(folder: str, out: str, adapter: str | None = None) -> None:
         model = PeftModel.from_pretrained(model, adapter)
     model = model.double()
     seen = torch.from_numpy(tokens("any", vocab(model))).long()
-    with torch.no_grad():
+    with torch.no_grad(), in_double():
         np.savez(out, logits=_single(model(seen).logits))
 
 
@@ -112,15 +113,13 @@ def images(folder: str) -> None:
     row = pictured(vision.patch_size, vision.pooling_kernel_size, image)
     given = {name: torch.from_numpy(values) for name, values in row.items()}
     seen = given["input_ids"][0]
-    # Its norms are float32 in any dtype, and rounding alone would be 2e-5 of gradients.
-    single, torch.Tensor.float = torch.Tensor.float, torch.Tensor.double
-    shown = (given["pixel_values"], given["image_position_ids"])
-    features = torch.cat(model.model.get_image_features(*shown).pooler_output)
-    logits = model(**given).logits
-    told = torch.where(seen == image, -100, seen)[1:]
-    loss = torch.nn.functional.cross_entropy(logits[0, :-1], told, ignore_index=-100)
-    gradient = _gradient(Path(folder).name, model, loss)
-    torch.Tensor.float = single
+    with in_double():
+        shown = (given["pixel_values"], given["image_position_ids"])
+        features = torch.cat(model.model.get_image_features(*shown).pooler_output)
+        logits = model(**given).logits
+        told = torch.where(seen == image, -100, seen)[1:]
+        loss = torch.nn.functional.cross_entropy(logits[0, :-1], told, ignore_index=-100)
+        gradient = _gradient(Path(folder).name, model, loss)
     model.generation_config.eos_token_id = None
     more = model.float().generate(**given, do_sample=False, max_new_tokens=GENERATED)
     np.savez(
@@ -131,6 +130,20 @@ def images(folder: str) -> None:
         generated=more.numpy(),
         **{f"gradient/{name}": values for name, values in gradient.items()},
     )
+
+
+@contextlib.contextmanager
+def in_double():
+    """Lets `Tensor.float` give float64.
+
+    Norms of transformers are float32 in any dtype: rounding alone is 2e-5 of some gradients, and
+    more of 30 layers' logits.
+    """
+    single, torch.Tensor.float = torch.Tensor.float, torch.Tensor.double
+    try:
+        yield
+    finally:
+        torch.Tensor.float = single
 
 
 def made(case: str, document: dict, folder: Path):
@@ -160,12 +173,13 @@ def measured(case: str, model) -> tuple:
     """In float64, as far as transformers lets it: what differs from it is our rounding alone."""
     model = model.double()
     seen = torch.from_numpy(tokens(case, vocab(model))).long()
-    told = model(seen)
-    logits = told.logits
-    loss = torch.nn.functional.cross_entropy(logits[0, :-1], seen[0, 1:])
-    if getattr(told, "aux_loss", None) is not None:
-        loss = loss + model.router_aux_loss_coef * told.aux_loss
-    return _single(logits), _single(loss), _gradient(case, model, loss)
+    with in_double():
+        told = model(seen)
+        logits = told.logits
+        loss = torch.nn.functional.cross_entropy(logits[0, :-1], seen[0, 1:])
+        if getattr(told, "aux_loss", None) is not None:
+            loss = loss + model.router_aux_loss_coef * told.aux_loss
+        return _single(logits), _single(loss), _gradient(case, model, loss)
 
 
 def _gradient(case: str, model, loss: torch.Tensor) -> dict:
@@ -178,7 +192,7 @@ def _gradient(case: str, model, loss: torch.Tensor) -> dict:
 
 
 def _single(values: torch.Tensor) -> np.ndarray:
-    return values.detach().float().numpy()
+    return values.detach().to(torch.float32).numpy()
 
 
 if __name__ == "__main__":
