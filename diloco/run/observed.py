@@ -270,7 +270,7 @@ class Observed:
             self._waiting[manifest.fragment].setdefault((*life, manifest.seq), at_s)
 
     def run(self, now_s: float, *, current: bool = True) -> RunStatus:
-        """Returns the run at a moment, without findings (`findings.judged` adds them).
+        """Returns the run at a moment, without findings (`health_findings.judged` adds them).
 
         Args:
             now_s: the moment, in seconds since the epoch by the server's clock.

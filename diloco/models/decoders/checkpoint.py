@@ -123,7 +123,9 @@ def _read(place: Place, opened: Any, rows: Any = slice(None)) -> np.ndarray:
 
 
 def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
-    """Returns the tensors of a folder, by their names in `tensors`; reads no values yet.
+    """Returns the tensors of a folder, by their names in `tensor_names_and_shapes`.
+
+    Values are read later, except those of a tied head, which is compared with the embeddings.
 
     Args:
         folder: a folder with *.safetensors files, and their index if there are several.
@@ -267,21 +269,24 @@ def _carried(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def _check_tied(places: dict[str, Place]) -> None:
-    """Refuses a head of its own where the configuration says that the embeddings are the head.
+    """Refuses a head that differs from the embeddings, where the configuration ties the two.
 
-    transformers would compute with that head.
+    transformers would compute with that head. If the files have both tensors, both are read.
+
+    Raises:
+        ConfigError: the two differ.
     """
     head, embeddings = places.get(HEAD), places.get(EMBEDDINGS)
     if head is None or embeddings is None:
         return
-    same = head.shape == embeddings.shape
-    for start in range(0, head.shape[0] if same else 0, ROWS):
+    opened = [(place, safe_open(place.path, "numpy")) for place in (head, embeddings)]
+
+    def equal(start: int) -> bool:
         rows = slice(start, min(start + ROWS, head.shape[0]))
-        one, other = (
-            _read(each, safe_open(each.path, "numpy"), rows) for each in (head, embeddings)
-        )
-        same = same and np.array_equal(one, other)
-    if not same:
+        one, other = (_read(place, file, rows) for place, file in opened)
+        return np.array_equal(one, other)
+
+    if head.shape != embeddings.shape or not all(map(equal, range(0, head.shape[0], ROWS))):
         raise ConfigError(
             f"{str(head.path)!r}: {HEAD} differs from {EMBEDDINGS}, but config.json has"
             " tie_word_embeddings true",
@@ -370,7 +375,7 @@ def write_checkpoint(
     Args:
         folder: a new or empty folder.
         config: the decoder's configuration.
-        arrays: the decoder's tensors, by their names in `tensors`.
+        arrays: the decoder's tensors, by their names in `tensor_names_and_shapes`.
         dtype: a name in `DTYPES`, the dtype in which these tensors are written.
         beside: a folder whose tokenizer files are copied; if it is an image-and-text checkpoint,
             its tensors that are not parameters are copied too, in their own dtypes. None: nothing
@@ -487,7 +492,7 @@ def checkpoint_tensors(
 
     Args:
         config: the decoder's configuration.
-        arrays: the decoder's tensors, by their names in `tensors`.
+        arrays: the decoder's tensors, by their names in `tensor_names_and_shapes`.
         dtype: the dtype of the yielded arrays.
     """
     within = ALONE if config.image_text is None else WITHIN

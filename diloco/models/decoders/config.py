@@ -66,7 +66,7 @@ class DecoderConfig:
         local_rope: rotary positions of layers with a sliding window.
         logit_cap: bound of the logits, by tanh; None: no bound.
         score_cap: bound of attention scores, by tanh; None: no bound.
-        biased: matrices of a layer that have a bias, by their names in `tensors`.
+        biased: matrices of a layer that have a bias, by their names in `tensor_names_and_shapes`.
         offset_norms: norms multiply by 1 + w instead of w.
         scaled_embeddings: embeddings are multiplied by the square root of their width.
         head_norms: each head's queries and keys are normed.

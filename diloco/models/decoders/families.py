@@ -175,7 +175,8 @@ class FamilyFiles:
         honoured: further keys that are read, if the file has them.
         must_be: keys that are refused unless they have one of these values.
         sliding: the rule for layers with a sliding window, for files without `layer_types`.
-        biased: matrices that have a bias in every checkpoint, by their names in `tensors`.
+        biased: matrices that have a bias in every checkpoint, by their names in
+            `tensor_names_and_shapes`.
         offset_norms: norms multiply by 1 + w instead of w.
         scaled_embeddings: embeddings are multiplied by the square root of their width.
         head_norms: each head's queries and keys are normed.

@@ -47,7 +47,8 @@ class Lora:
     Attributes:
         rank: the rank, R.
         alpha: adapters are multiplied by alpha / R.
-        targets: names of matrices as in `tensors`, such as "q", in the order of `tensors.table`.
+        targets: names of matrices as in `tensor_names_and_shapes`, such as "q", in the order of
+            its `table`.
         dropout: share of an adapter's inputs that a training step drops, drawn by the step's key.
     """
 
@@ -116,7 +117,7 @@ def experts_of(config: DecoderConfig) -> dict[str, list[TensorEntry]]:
 
 
 def adapted_of(config: DecoderConfig) -> dict[str, TensorEntry]:
-    """Returns all tensors that may have an adapter, by their names in `tensors`."""
+    """Returns all tensors that may have an adapter, by their names in `tensor_names_and_shapes`."""
     known = matrices_of(config) | experts_of(config)
     return {entry.name: entry for entries in known.values() for entry in entries}
 

@@ -321,7 +321,7 @@ def layer_of(
     Args:
         config: the configuration of a decoder whose layers are all alike.
         x_BxLxD: the layer's input.
-        layer: the layer's tensors, by their names in `tensors`.
+        layer: the layer's tensors, by their names in `tensor_names_and_shapes`.
         turns: rotations; with several, each rotates an equal part of a head.
         attend: the function of (queries, keys, values) that computes attention.
         product: the function that multiplies by a matrix of the layer.
