@@ -2,7 +2,7 @@
 
 The functions turn facts, which `doctor.py` reads, into findings. Each finding that needs action
 names its runbook. Findings that follow from a `RunStatus` and the settings are in
-`run/findings.py`.
+`run/health_findings.py`.
 """
 
 from collections import Counter, defaultdict
