@@ -137,7 +137,10 @@ def _capped(
     rows, length, heads, width = q_BxLxHxK.shape
     q_BxLxGxQxK = q_BxLxHxK.reshape(rows, length, config.kv_heads, -1, width)
     scores_BxGxQxLxM = config.query_scale * jnp.einsum(
-        "blgqk,bmgk->bgqlm", q_BxLxGxQxK, k_BxMxGxK, preferred_element_type=jnp.float32
+        "blgqk,bmgk->bgqlm",
+        q_BxLxGxQxK,
+        k_BxMxGxK,
+        preferred_element_type=jnp.promote_types(q_BxLxHxK.dtype, jnp.float32),
     )
     scores_BxGxQxLxM = jnp.tanh(scores_BxGxQxLxM / cap) * cap
     seen_BxGxQxLxM = jnp.where(mask_BxLxM[:, None, None], scores_BxGxQxLxM, -jnp.inf)

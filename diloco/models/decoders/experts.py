@@ -160,11 +160,13 @@ def _mixed(
     """
     x_TxD = x_BxLxD.reshape(-1, x_BxLxD.shape[-1])
     scores_TxE = routed_BxLxD.reshape(x_TxD.shape) @ router_DxE
-    probability_TxE = jax.nn.softmax(scores_TxE.astype(jnp.float32))
+    # At least in float32.
+    wide = jnp.promote_types(scores_TxE.dtype, jnp.float32)
+    probability_TxE = jax.nn.softmax(scores_TxE.astype(wide))
     weight_TxC, chosen_TxC = jax.lax.top_k(probability_TxE, experts.chosen)
     if experts.normed:
         weight_TxC /= jnp.sum(weight_TxC, -1, keepdims=True)
-    weight_TxC *= gain_E[chosen_TxC].astype(jnp.float32)
+    weight_TxC *= gain_E[chosen_TxC].astype(wide)
 
     order_R = jnp.argsort(chosen_TxC.reshape(-1))
     sizes_E = jnp.bincount(chosen_TxC.reshape(-1), length=experts.count)

@@ -48,7 +48,7 @@ class Compute(NamedTuple):
     """Options of the computation, which change nothing but rounding, memory and time.
 
     Attributes:
-        dtype: dtype of activations and products; norms, softmax, logits and loss are float32.
+        dtype: dtype of activations and products; norms, logits and loss are `wide`.
         remat: whether to recompute each block in the backward pass.
         attention: what computes attention: the `kind` of `attention.make_attention`.
     """
@@ -56,6 +56,11 @@ class Compute(NamedTuple):
     dtype: str = "float32"
     remat: bool = True
     attention: Kind = "auto"
+
+    @property
+    def wide(self) -> jnp.dtype:
+        """The dtype of what is computed at least in float32."""
+        return jnp.promote_types(self.dtype, jnp.float32)
 
 
 DEFAULT = Compute()
@@ -146,7 +151,7 @@ def logits_of(
     hidden_BxLxD = hidden_of(config, params, tokens_BxL, segments_BxL, compute=compute, **options)
     head_VxD = head_of(config, params).astype(compute.dtype)
     logits_BxLxV = jnp.einsum(
-        "bld,vd->blv", hidden_BxLxD, head_VxD, preferred_element_type=jnp.float32
+        "bld,vd->blv", hidden_BxLxD, head_VxD, preferred_element_type=compute.wide
     )
     return capped(config, logits_BxLxV)
 
@@ -195,7 +200,7 @@ def forward(
 
     def block_of(group: Group) -> Block:
         own = group.config
-        near, full = _seen(own, positions_BxL)
+        near, full = _seen(own, positions_BxL, compute)
         attend = make_attention(own, segments_BxL, compute.attention, blocks_BxL)
 
         def block(x_BxLxD: jax.Array, layer: Any, taken: KeysAndValues | None) -> Any:
@@ -276,13 +281,13 @@ def _check_length(config: DecoderConfig, length: int) -> None:
         )
 
 
-def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[Turns, Turns]:
+def _seen(config: DecoderConfig, positions_BxL: jax.Array, compute: Compute) -> tuple[Turns, Turns]:
     """Returns rotations (of sliding layers, of full layers); equal if all are of one kind."""
     full = near = None
     if not all(config.sliding):
-        full = turns_of(config.rope, config.head_width, positions_BxL)
+        full = turns_of(config.rope, config.head_width, positions_BxL, compute)
     if any(config.sliding):
-        near = turns_of(config.local_rope, config.head_width, positions_BxL)
+        near = turns_of(config.local_rope, config.head_width, positions_BxL, compute)
     found = [each for each in (near, full) if each is not None]
     return found[0], found[-1]
 
@@ -295,13 +300,13 @@ def _positions(segments_BxL: jax.Array) -> jax.Array:
     return place_BxL - first_BxL
 
 
-def turns_of(rope: Rope, width: int, positions_BxL: jax.Array) -> Turns:
+def turns_of(rope: Rope, width: int, positions_BxL: jax.Array, compute: Compute) -> Turns:
     """Returns the rotation of `width` numbers of a head at each position.
 
     The result has cosines and sines multiplied by `rope.amplitude`.
     """
     frequencies_K2 = rope.frequencies(width)
-    angles_BxLxK2 = positions_BxL[..., None].astype(jnp.float32) * frequencies_K2
+    angles_BxLxK2 = positions_BxL[..., None].astype(compute.wide) * frequencies_K2
     return Turns(rope.amplitude * jnp.cos(angles_BxLxK2), rope.amplitude * jnp.sin(angles_BxLxK2))
 
 
@@ -432,7 +437,9 @@ def norm(config: DecoderConfig, x: jax.Array, weight: jax.Array | None = None) -
     root = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
     if weight is None:
         return (x32 * root).astype(x.dtype)
-    scale = 1 + weight.astype(jnp.float32) if config.offset_norms else weight.astype(jnp.float32)
+    scale = weight.astype(x32.dtype)
+    if config.offset_norms:
+        scale = 1 + scale
     return (x32 * root * scale).astype(x.dtype)
 
 
@@ -499,7 +506,7 @@ def _reduce(
         "bld,trd->bltr",
         hidden_BxLxD,
         head_TxRxD.astype(compute.dtype),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=compute.wide,
     )
     along = "tensor" if cuts > 1 else None
     logits_BxLxTxR = capped(config, constrain(logits_BxLxTxR, ROWS, None, along))

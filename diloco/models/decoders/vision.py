@@ -251,7 +251,9 @@ def _block_of(
     tower: Tower, place_NxPx2: jax.Array, there_NxP: jax.Array, compute: Compute, group: Group
 ) -> Block:
     own = group.config
-    turns = tuple(turns_of(tower.rope, own.head_width // 2, place_NxPx2[..., n]) for n in (0, 1))
+    turns = tuple(
+        turns_of(tower.rope, own.head_width // 2, place_NxPx2[..., n], compute) for n in (0, 1)
+    )
     attend = partial(
         jax.nn.dot_product_attention,
         mask=there_NxP[:, None, None],
