@@ -41,6 +41,7 @@ from diloco.learner.life import (
     patient_fetch,
     prove_store,
     read_frozen,
+    show_cache,
     show_series,
 )
 from diloco.learner.synchronizer import Meter, Planner, Synchronizer, never
@@ -231,6 +232,7 @@ def _leading_life(
         check_interval_versions=context.settings.sync.check_interval_versions,
     )
     context.metrics.on_scrape(lambda: show_series(context.metrics, synchronizer, planner.state))
+    context.metrics.on_scrape(lambda: show_cache(context.metrics, context.store))
     return Life(
         host=host,
         context=context,

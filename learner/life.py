@@ -34,7 +34,7 @@ from diloco.common.protocol.frozen import Frozen, Index
 from diloco.common.protocol.layout import Layout, parse_layout
 from diloco.common.protocol.wire import LEARNER_STATES
 from diloco.common.storage.bus import Bus
-from diloco.common.storage.store import ObjectStore, open_store
+from diloco.common.storage.store import OUTCOMES, CachedStore, ObjectStore, open_nearby
 from diloco.learner.background import Background, Context
 from diloco.learner.core import sync
 from diloco.learner.hosts.messages import wait_for_hosts
@@ -133,10 +133,7 @@ class Host:
 
     def open_store(self) -> ObjectStore:
         """Opens the run's object store; retries, since a store's folder may not be mounted yet."""
-        section = self.config.store
-        return self.wait_for(
-            "opening the store", lambda: open_store(section.url, emulator=section.emulator)
-        )
+        return self.wait_for("opening the store", open_nearby, self.config.store)
 
     def layout(self, store: ObjectStore, digest: str) -> Layout:
         """Returns the layout: the division of the parameters into fragments and blocks.
@@ -412,6 +409,13 @@ def make_replica(host: Host, context: Context, views: Any) -> Replica:
 
 
 # --- A learner's metrics, as `common/process/metrics.py` defines them
+
+
+def show_cache(counted: Metrics, store: ObjectStore) -> None:
+    """Sets the metric of the reads through a cache, if this learner reads through one."""
+    if isinstance(store, CachedStore):
+        for outcome in OUTCOMES:
+            counted.set(metrics.CACHE_READS, store.reads[outcome], outcome)
 
 
 def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> None:

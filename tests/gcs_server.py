@@ -446,6 +446,9 @@ class _Handler(BaseHTTPRequestHandler):
                     self._download(stored)
                 else:
                     self._answer(200, _resource(stored))
+            # The XML API, by which a cache reads.
+            case ["GET", bucket, *name] if bucket in self.gcs.buckets:
+                self._download(self.gcs.find(bucket, "/".join(name)))
             case ["DELETE", "storage", "v1", "b", bucket, "o", name]:
                 self.gcs.delete(bucket, name, self.query)
                 self._answer(204, None)

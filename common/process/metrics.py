@@ -90,6 +90,12 @@ DATA_WAIT = _counter("learner_data_wait_seconds_total", "time that training wait
 RUN_TIME = _counter("learner_run_seconds_total", "time since the first step")
 UP = _counter("learner_uploaded_bytes_total", "bytes written to the store")
 DOWN = _counter("learner_downloaded_bytes_total", "bytes read from the store")
+CACHE_READS = _counter(
+    "learner_cache_reads_total",
+    "reads for which the region's cache was asked: `hit`, `miss`; and of the store instead, as the"
+    " cache was `away`, `slow`, `refused` (wrong bytes), or `paused` after one of these",
+    "outcome",
+)
 SENT = _counter("learner_updates_sent_total", "updates announced")
 CHECKPOINTED_AT = _gauge(
     "learner_checkpoint_timestamp_seconds", "time of the newest checkpoint of this process"
@@ -196,8 +202,8 @@ FOLLOWER_DOWN = _counter("follower_downloaded_bytes_total", "bytes read from the
 DAEMON = (LIVE, READY, FAULTS, WAITING)
 LEARNER = (
     TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, METRIC, STEP_TIME, DELAY, DELAY_STEPS,
-    ADOPTION, ADOPTION_STEPS, STALL, DATA_WAIT, RUN_TIME, UP, DOWN, SENT, CHECKPOINTED_AT,
-    CHECKPOINT_FAILURES, STATE, ADOPTED, UNSENT, SENDING,
+    ADOPTION, ADOPTION_STEPS, STALL, DATA_WAIT, RUN_TIME, UP, DOWN, CACHE_READS, SENT,
+    CHECKPOINTED_AT, CHECKPOINT_FAILURES, STATE, ADOPTED, UNSENT, SENDING,
 )  # fmt: skip
 AGGREGATOR = (
     FRAGMENTS, OWNED, REFUSED, VERSION, CLOCK, COMMITTED_AT, MERGED, REJECTED, DELIVERED, LOST,

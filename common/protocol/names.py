@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple, cast
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _VERSION_OBJECT = re.compile(r"([0-9]{8,19})-(delta|view|outer|record)-[0-9a-f]{32}")
 _INDEX = re.compile(r"[0-9]{1,19}")
+_NAMED_BY_CONTENT = re.compile(rf"{NAME.pattern}/global/.*-([0-9a-f]{{32}})")
 _RUN = rf"(?P<run>{NAME.pattern})"
 _LEARNER = rf"(?P<learner>{NAME.pattern})"
 # Without leading zeros, so that a fragment has exactly one subject.
@@ -311,6 +312,15 @@ def version_object(run: str, fragment: int, version: int, what: str, digest: str
     `what` is the object's kind: "delta", "view", "outer" (outer state) or "record".
     """
     return f"{fragment_prefix(run, fragment)}{version:08d}-{what}-{digest}"
+
+
+def content_digest(name: str) -> str | None:
+    """Returns the digest of an object's bytes, which its name states; None if it states none.
+
+    Names of all objects below `global_prefix` do: versions' objects, layouts, constants and tiles.
+    """
+    found = _NAMED_BY_CONTENT.fullmatch(name)
+    return found[1] if found else None
 
 
 class VersionObject(NamedTuple):

@@ -151,7 +151,13 @@ def unpack_delta(data: bytes | memoryview, *, codec: Codec, count: int, block: i
 
 
 def read_blocks(
-    read: Read, *, codec: Codec, count: int, block: int, blocks: npt.NDArray[np.int64]
+    read: Read,
+    *,
+    codec: Codec,
+    count: int,
+    block: int,
+    blocks: npt.NDArray[np.int64],
+    read_checksums: Read | None = None,
 ) -> Encoded:
     """Reads some blocks of a version's delta, by a few ranges of its object, and checks them.
 
@@ -164,6 +170,8 @@ def read_blocks(
         count: number of elements of the vector.
         block: the layout's block size.
         blocks: int64 [n], ascending, within [0, count / block).
+        read_checksums: like `read`, but of a source that is believed: reads the checksums, which
+            all other bytes must fit. None: `read` reads them too.
 
     Returns:
         The n blocks one after another: scales bfloat16 [n], [0] for the float codecs; codes of
@@ -179,7 +187,8 @@ def read_blocks(
     dtype, scaled = code_dtype(codec), form.scale_bytes > 0
     scales_n = np.empty(blocks.size if scaled else 0, ml_dtypes.bfloat16)
     codes_nxc = np.empty((blocks.size, code_count(codec, block)), dtype)
-    for chunk, scales, codes in _read_chunks(read, form, np.unique(blocks // CHUNK_BLOCKS)):
+    chunks = np.unique(blocks // CHUNK_BLOCKS)
+    for chunk, scales, codes in _read_chunks(read, read_checksums, form, chunks):
         first, last = np.searchsorted(blocks, [chunk * CHUNK_BLOCKS, (chunk + 1) * CHUNK_BLOCKS])
         rows = blocks[first:last] - chunk * CHUNK_BLOCKS
         if scaled:
@@ -271,7 +280,7 @@ def _chunk_checksum(scales: bytes, codes: bytes) -> int:
 
 
 def _read_chunks(
-    read: Read, form: _DeltaForm, chunks: npt.NDArray[np.int64]
+    read: Read, read_checksums: Read | None, form: _DeltaForm, chunks: npt.NDArray[np.int64]
 ) -> Iterator[tuple[int, bytes, bytes]]:
     """Yields (number, scales, codes) of each chunk, once its bytes fit the chunk's checksum.
 
@@ -280,8 +289,10 @@ def _read_chunks(
     """
     if not chunks.size:
         return
-    ranges = _Ranges(read, form.ranges_of(chunks.tolist()))
-    trailer = ranges.bytes_of((form.checksums_at, form.size_bytes))
+    spans, checksums_span = form.ranges_of(chunks.tolist()), (form.checksums_at, form.size_bytes)
+    ranges = _Ranges(read, spans)
+    believed = ranges if read_checksums is None else _Ranges(read_checksums, [checksums_span])
+    trailer = believed.bytes_of(checksums_span)
     *_, own = checksums = np.frombuffer(trailer, _CHECKSUM)
     if crc32c(form.header + trailer[: -_CHECKSUM.itemsize]) != own:
         raise _damaged("its checksums are not those of a delta of this codec, block and count")

@@ -15,6 +15,10 @@ LEVELS = {"debug", "info", "warning", "error", "critical", "exception"}
 NAMED_BY_DATA = {"aggregator/stop_and_end.py": (wire.Stop, wire.End)}
 # By action; where an action is logged in two ways, also by action and a field that only one has.
 MEANINGS = {
+    "cache_failed": (
+        "the region's cache is away, slow or gives wrong bytes: the bucket is read for half a"
+        " minute"
+    ),
     "cache_unusable": "compiled programs cannot be kept or read: they are compiled again",
     "compiled": "the merge is compiled, at the first start on a machine",
     "started fragments": "an aggregator: the number of fragments, or those that it is pinned to",

@@ -17,6 +17,7 @@ from typing import Any
 from diloco.common.process.config import sync_of
 from diloco.common.process.tasks import all_of
 from diloco.common.protocol import names, shards, wire
+from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import (
     HostFetchError,
     IntegrityError,
@@ -26,6 +27,7 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.storage.bus import Message
 from diloco.common.storage.catchup import Adopted, Change, FetchMove, UnfetchedRecord, next_move
+from diloco.common.storage.store import CachedStore
 from diloco.common.storage.tape import decode_as, get_object, parse_changed, read_record
 from diloco.common.storage.views import Loaded, assemble_view, load_view
 from diloco.learner.background import Context, NoOtherHosts
@@ -169,14 +171,24 @@ class VersionFetcher:
             context.traffic.bytes_down += len(data)
             rows = shards.unpack_delta(data, codec=codec, count=size, block=block)
         else:
-            rows = shards.read_blocks(
-                self._reader(ref), codec=codec, count=size, block=block, blocks=held
-            )
+            read = partial(shards.read_blocks, codec=codec, count=size, block=block, blocks=held)
+            rows = self._blocks(ref.name, read)
         return self._tensors.place(change.fragment, rows)
 
-    def _reader(self, ref: wire.ObjectRef) -> shards.Read:
+    def _blocks(self, name: str, read: Callable[..., Encoded]) -> Encoded:
+        """Reads some blocks of a delta: by a cache if there is one, by checksums of the store."""
+        store = self._context.store
+        if isinstance(store, CachedStore):
+            nearby = self._reader(name, store.get_range_nearby)
+            try:
+                return read(nearby, read_checksums=self._reader(name, store.get_range))
+            except (IntegrityError, WireError):
+                store.refuse(name)
+        return read(self._reader(name, store.get_range))
+
+    def _reader(self, name: str, get_range: Callable[[str, int, int], bytes]) -> shards.Read:
         def read(start: int, stop: int) -> bytes:
-            data = self._context.store.get_range(ref.name, start, stop)
+            data = get_range(name, start, stop)
             self._context.traffic.bytes_down += len(data)
             return data
 

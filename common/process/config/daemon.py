@@ -65,6 +65,11 @@ class StoreSection(Section):
         description="for tests: `gs://` means the server at `STORAGE_EMULATOR_HOST`, without"
         " credentials",
     )
+    cache: Annotated[str, Field(pattern=r"^(https?://[\w.:\[\]-]+(/[\w.=/-]*)?)?$")] = Field(
+        default="",
+        description="URL of a cache nearby, `http://host:port`, through which a learner reads"
+        " versions (docs/stores.md); empty: none",
+    )
 
 
 # The axes of a learner's mesh, from the outermost one.

@@ -6,9 +6,21 @@ from pathlib import Path
 from typing import Final
 
 from diloco.common.process.config import storage_emulator
+from diloco.common.process.config.daemon import StoreSection
 from diloco.common.protocol.errors import ConfigError
+from diloco.common.storage.store.cached import CachedStore
 from diloco.common.storage.store.directory import DirectoryStore
 from diloco.common.storage.store.protocol import ObjectStore
+
+
+def open_nearby(section: StoreSection) -> ObjectStore:
+    """Opens a learner's store: through the cache, if `section` names one.
+
+    Raises:
+        DilocoError: as `open_store`.
+    """
+    store = open_store(section.url, emulator=section.emulator)
+    return CachedStore(store, section.cache) if section.cache else store
 
 
 def open_store(url: str, *, emulator: bool = False, create: bool = False) -> ObjectStore:
