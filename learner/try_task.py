@@ -25,6 +25,9 @@ from diloco.learner.train import SignCheck
 
 # A warning is given if a step spends more than this share of its time waiting for its batch.
 SLOW_DATA = 0.1
+PART = (
+    1 << 24
+)  # numbers of a checkpoint's tensor that are in memory at a time, unless a row has more
 
 
 @dataclass
@@ -82,7 +85,7 @@ def tried(config: Config, learner: str, steps: int) -> Trial:
         layout = tree.task_layout(task, settings.sync)
         _describe(trial, task, layout)
         _check_mesh(task, layout, hardware.mesh, learner)
-        _open_first_parameters(trial, task)
+        _read_first_parameters(trial, task)
     except DilocoError as error:
         trial.refuse(error)
     if trial.refused:
@@ -111,14 +114,14 @@ def _check_mesh(task: Task, layout: Layout, section: MeshSection, learner: str) 
     rows_of_batch(mesh, next(task.batches(learner, 0)))
 
 
-def _open_first_parameters(trial: Trial, task: Task) -> None:
-    """Opens the files with the parameters of version 0, as `diloco run create` would.
+def _read_first_parameters(trial: Trial, task: Task) -> None:
+    """Reads the files with the parameters of version 0, as `diloco run create` would, in parts.
 
-    No values are read. If the task cannot name the folder, a warning is added, since learners do
-    not need these files.
+    If the task cannot name the folder, a warning is added, since learners do not need these files.
 
     Raises:
-        ConfigError: a file is damaged; or a tensor is missing, found twice or of another shape.
+        ConfigError: a file is damaged; a tensor is missing, found twice or of another shape, or has
+            a number that is infinite or not a number.
     """
     try:
         folder = None if task.files is None else task.files.first
@@ -127,7 +130,17 @@ def _open_first_parameters(trial: Trial, task: Task) -> None:
         return
     if task.files is not None and folder is not None:
         there = task.files.read(folder)
+        for leaf in there.values():
+            _read_through(leaf)
         trial.facts.append(("first parameters", f"{len(there)} tensors of {str(folder)!r}"))
+
+
+def _read_through(leaf: Any) -> None:
+    """Reads a tensor of a checkpoint's folder in parts of about `PART` numbers, and drops them."""
+    rows, *each = leaf.shape or (1,)
+    step = max(1, PART // max(1, math.prod(each)))
+    for start in range(0, rows, step):
+        np.asarray(leaf[start : min(start + step, rows)] if leaf.shape else leaf)
 
 
 def _step_bytes(task: Task) -> int:

@@ -324,6 +324,45 @@ def test_tensors_of_another_model_are_refused(tmp_path, change, word):
     assert word in refused(lambda: checkpoint.read_checkpoint(folder, config))
 
 
+@pytest.mark.parametrize(
+    "quantized",
+    [
+        {"qweight": np.zeros((4, 32), np.int32), "scales": np.ones((1, 32), np.float16)},  # GPTQ
+        {"weight": np.zeros((512, 1), np.uint8), "weight.absmax": np.ones(16, np.float32)},  # NF4
+        {"weight": np.zeros((32, 32), np.int8), "SCB": np.ones(32, np.float32)},  # 8 bits
+    ],
+)
+def test_a_quantized_checkpoint_is_called_so(tmp_path, quantized):
+    """Where its config.json does not say it."""
+    folder, config = written(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    module = "model.layers.1.self_attn.q_proj."
+    del tensors[f"{module}weight"]
+    tensors |= {module + name: values for name, values in quantized.items()}
+    save_file(tensors, folder / "model.safetensors")
+    message = refused(lambda: checkpoint.read_checkpoint(folder, config))
+    assert f"{module}{next(iter(quantized))} is" in message
+    assert "as in quantized checkpoints" in message
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_what_is_no_number_is_refused_where_it_is_read(tmp_path, name, value):
+    folder, config = written(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][7, 5] = value
+    save_file(tensors, folder / "model.safetensors")
+    rows = checkpoint.read_checkpoint(folder, config)
+
+    def read():
+        for values in rows.values():
+            np.asarray(values)
+
+    message = refused(read)
+    assert f"{name} has 1 number(s)" in message
+    assert str(value) in message
+
+
 def test_a_tensor_of_two_files_is_refused(tmp_path):
     folder, config = written(tmp_path, file_bytes=20_000)
     one, other = sorted(folder.glob("*.safetensors"))[:2]

@@ -225,6 +225,13 @@ def cut_short(folder):
     os.truncate(path, path.stat().st_size - 1)
 
 
+def spoil_a_number(folder):
+    def spoil(tensors):
+        tensors["model.layers.2.mlp.down_proj.weight"][1, 2] = np.nan
+
+    change_tensors(folder, spoil)
+
+
 def change_tensors(folder, change):
     """Put all tensors into one file, changed."""
     parts = sorted(folder.glob("*.safetensors"))
@@ -259,6 +266,10 @@ FAULTS = [
     (lose_a_tensor, "lacks 1 tensor(s) that its config.json asks for: model.norm.weight"),
     (turn_a_tensor, "model.embed_tokens.weight is of shape [32, 96], but config.json makes it"),
     (cut_short, "cannot be read"),
+    (
+        spoil_a_number,
+        "model.layers.2.mlp.down_proj.weight has 1 number(s) among 1,536 that are inf",
+    ),
 ]
 
 

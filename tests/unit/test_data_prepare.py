@@ -354,11 +354,19 @@ def test_an_out_folder_among_the_sources_is_refused(tmp_path, tokenizer):
     assert "lies in the source" in refusal(texts, *given, texts, kind=ConfigError)
 
 
-def test_a_folder_of_rows_with_images_is_none_that_is_prepared(tmp_path):
-    np.savez(tmp_path / "train-000001.npz", input_ids=np.arange(3)[None])
+@pytest.mark.parametrize(
+    ("file", "word", "next_step"),
+    [
+        ("train-000001.npz", "rows with images", "processor"),
+        ("config.json", "a checkpoint", "option model"),
+        ("train-000001.npy", "tokens of your own", "option data"),
+    ],
+)
+def test_a_folder_of_another_kind_is_called_what_it_is(tmp_path, file, word, next_step):
+    (tmp_path / file).touch()
     refused = checked(tmp_path).exception
-    assert "rows with images" in refused.message
-    assert "processor" in refused.hint
+    assert word in refused.message
+    assert next_step in refused.hint
     assert "data prepare" not in refused.hint
 
 

@@ -80,10 +80,30 @@ def thin():
     return np.concatenate([place, place])
 
 
+def large():
+    """36 patches in each image."""
+    place = np.stack(np.meshgrid(np.arange(6), np.arange(6)), -1).reshape(1, 36, 2)
+    return {
+        "pixel_values": np.full((2, 36, 48), 0.5),
+        "image_position_ids": np.concatenate([place, place]),
+    }
+
+
+def swapped():
+    return {name: ROW[name][::-1] for name in ("pixel_values", "image_position_ids")}
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
         ({"pixel_values": None, "image_position_ids": None}, "10 tokens 90"),
+        (swapped(), "images of [4, 6] tokens, but runs of [6, 4]"),
+        (large(), "an image of 36 patches, but images have 32 at most"),
+        ({"pixel_values": ROW["pixel_values"] / 255}, "divided by 255 twice"),
+        ({"pixel_values": 2 * ROW["pixel_values"] - 1}, "pixels from -1 to"),
+        ({"pixel_values": ROW["pixel_values"].astype("U4")}, "<U4[2, 28, 48]"),
+        ({"attention_mask": np.arange(len(TOKENS)) != 3}, "zeros between tokens"),
+        ({"labels": np.append(TOKENS[1:], -100)}, "at place 0, where input_ids has"),
         ({"input_ids": np.append(TOKENS, 90)}, "11 tokens 90"),
         ({"pixel_values": ROW["pixel_values"][:1], "image_position_ids": moved(0, 0)[:1]}, "of 6"),
         ({"image_position_ids": None}, "only one"),
@@ -115,6 +135,19 @@ def test_a_row_that_is_not_one_is_refused_by_name(tmp_path, changes, word):
     assert word in caught.value.message
     assert "train-0.npz" in caught.value.message
     assert caught.value.hint
+
+
+def test_a_dark_picture_is_none_that_was_divided_twice(tmp_path):
+    """Of 8 bits, its pixels are 0 and 1, and divided once."""
+    dark = (ROW["pixel_values"] > 0.9).astype(np.float32) / 255
+    np.testing.assert_array_equal(read(tmp_path, pixel_values=dark).patches[1, :16], dark[1, :16])
+    assert not read(tmp_path, pixel_values=0 * dark).patches.any()
+
+
+def test_images_side_by_side_are_one_run_of_tokens(tmp_path):
+    """Both are put in their places, as in transformers."""
+    beside = np.concatenate([TOKENS[TOKENS != 90], TOKENS[TOKENS == 90]])
+    assert (read(tmp_path, input_ids=beside).positions >= 0).any(axis=(1, 2)).sum() == 2
 
 
 def test_a_file_that_is_cut_short_is_refused(tmp_path):

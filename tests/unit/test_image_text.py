@@ -13,6 +13,7 @@ from diloco.models.decoders import checkpoint, model
 from diloco.models.decoders.config import parse_config, read_config
 from diloco.models.decoders.files import HuggingFace
 from diloco.models.decoders.tensor_names_and_shapes import table
+from diloco.models.decoders.vision import with_tower
 from tests.models.cases import GEMMA4, GEMMA4_WHOLE
 
 BFLOAT16 = checkpoint.DTYPES["bfloat16"]
@@ -133,6 +134,23 @@ def test_tensors_of_another_model_are_refused(tmp_path, arrays, change, word):
     kept = {name: values for name, values in tensors.items() if values is not None}
     save_file(kept, folder / "model.safetensors")
     assert word in refused(lambda: checkpoint.read_checkpoint(folder, read_config(folder)))
+
+
+def test_bounds_of_a_tower_may_be_infinite_and_no_other_tensor(tmp_path):
+    """transformers' own first values of them."""
+    config = with_tower(parse_config(GEMMA4_WHOLE, source=""), GEMMA4_WHOLE, "")
+    arrays = {name: np.zeros(entry.shape, np.float32) for name, entry in table(config).items()}
+    unbounded = {name for name in arrays if name.endswith("_max")}
+    arrays |= {name: arrays[name] + np.inf for name in unbounded}
+    file = tmp_path / "model.safetensors"
+    save_file(dict(checkpoint.checkpoint_tensors(config, arrays, BFLOAT16)), file)
+    rows = checkpoint.read_checkpoint(tmp_path, config)
+    assert unbounded
+    assert all(np.isinf(rows[name][:]).all() for name in unbounded)
+    tensors = load_file(file)
+    tensors["model.vision_tower.std_bias"][:] = np.inf
+    save_file(tensors, file)
+    assert "std_bias" in refused(lambda: np.asarray(rows["tower/std_bias"]))
 
 
 def test_an_export_without_a_tower_is_refused_and_leaves_nothing(tmp_path, arrays):

@@ -59,19 +59,35 @@ def manifest_at(place: str, read: Read) -> TokenManifest:
         DataError: there is no manifest, or it is invalid.
     """
     if (data := found_at(read, MANIFEST)) is None:
-        folder = local_folder(place)
-        if folder is not None and any(folder.glob("*.npz")):
-            raise DataError(
-                f"{place!r} has rows with images (*.npz), which diloco data does not prepare: there"
-                f" is no {MANIFEST} to check them by",
-                hint="save what the model's processor gives (docs/models.md, Images), name the"
-                " folder in the task's option data, and check the run: diloco check RUN.toml",
-            )
-        raise DataError(
-            f"{place!r} has no {MANIFEST}: it is not prepared data, or not prepared to its end",
-            hint="run diloco data prepare; one that was ended midway continues by the same command",
-        )
+        raise _without_manifest(place)
     return parse_manifest(data, f"{place}/{MANIFEST}")
+
+
+def _without_manifest(place: str) -> DataError:
+    """Returns the error for a place without a manifest, which says what kind of folder it is."""
+    folder, checked = local_folder(place), "and check the run: diloco check RUN.toml"
+    if folder is not None and any(folder.glob("*.npz")):
+        return DataError(
+            f"{place!r} has rows with images (*.npz), which diloco data does not prepare: there"
+            f" is no {MANIFEST} to check them by",
+            hint="save what the model's processor gives (docs/models.md, Images), name the"
+            f" folder in the task's option data, {checked}",
+        )
+    if folder is not None and (folder / "config.json").exists():
+        return DataError(
+            f"{place!r} is no prepared data, but a checkpoint, as it has a config.json",
+            hint=f"name the folder in the task's option model, {checked}",
+        )
+    if folder is not None and any(folder.glob("train*.npy")) and not (folder / UNFINISHED).exists():
+        return DataError(
+            f"{place!r} has tokens of your own (train*.npy): there is no {MANIFEST} to check them"
+            " by",
+            hint=f"name the folder in the task's option data, {checked}",
+        )
+    return DataError(
+        f"{place!r} has no {MANIFEST}: it is not prepared data, or not prepared to its end",
+        hint="run diloco data prepare; one that was ended midway continues by the same command",
+    )
 
 
 def first_of(place: str) -> str | None:

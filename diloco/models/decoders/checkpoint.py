@@ -23,7 +23,7 @@ from diloco.models.decoders.config import CONFIG, DecoderConfig, config_document
 from diloco.models.decoders.families import FAMILY_FILES
 from diloco.models.decoders.groups import groups_of
 from diloco.models.decoders.image_text import ALONE, OTHERS, VISION, WITHIN, whole_document
-from diloco.models.decoders.tensor_names_and_shapes import TOWER, TensorEntry, table
+from diloco.models.decoders.tensor_names_and_shapes import BOUNDS, TOWER, TensorEntry, table
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FILE_BYTES = 4 << 30  # the approximate size of a file
@@ -48,6 +48,9 @@ CARRIED = (
     "processor_config.json",
 )
 READ = {"F32", "BF16", "F16"}  # the dtypes that are read, by their names in safetensors
+# Beginnings of the dtypes in which quantized checkpoints have numbers; no model has integers of 64
+# bits for that.
+QUANTIZED = ("F8", "F6", "F4", "I8", "U8", "I16", "U16", "I32", "U32")
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 ROWS = 4096  # rows of a tensor that are compared at a time
 # The module of a layer's experts in checkpoints that transformers itself saves.
@@ -74,6 +77,8 @@ class Place(NamedTuple):
 
 class Rows:
     """A tensor of a decoder; slicing its first axis reads these rows from the checkpoint.
+
+    Reading a number that is infinite or not a number raises a ConfigError.
 
     Args:
         entry: the tensor.
@@ -119,7 +124,17 @@ def _read(place: Place, opened: Any, rows: Any = slice(None)) -> np.ndarray:
         values: np.ndarray = opened.get_tensor(place.tensor)
     else:
         values = opened.get_slice(place.tensor)[place.part or rows]
-    return values.astype(np.float32)
+    values = values.astype(np.float32)
+    # A bound that bounds nothing is infinite.
+    wrong = np.isnan(values) if place.tensor.endswith(BOUNDS) else ~np.isfinite(values)
+    if wrong.any():
+        raise ConfigError(
+            f"{str(place.path)!r}: {place.tensor} has {np.count_nonzero(wrong):,} number(s) among"
+            f" {values.size:,} that are infinite or not a number, such as {values[wrong][0]}",
+            hint="copy the file from the checkpoint again; if it is the same there, the model was"
+            " saved after its training had failed: give an earlier one",
+        )
+    return values
 
 
 def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
@@ -136,6 +151,7 @@ def read_checkpoint(folder: Path, config: DecoderConfig) -> dict[str, Rows]:
     """
     entries = table(config)
     textual = _textual(_places(folder), config)
+    _check_not_quantized(textual)
     if config.tied:
         _check_tied(textual)
     places = _one_by_one(_needed(textual, config), config)
@@ -344,6 +360,16 @@ def _one_by_one(places: dict[str, Place], config: DecoderConfig) -> dict[str, Pl
     return found
 
 
+def _check_not_quantized(places: Mapping[str, Place]) -> None:
+    for name, place in places.items():
+        if place.dtype.startswith(QUANTIZED):
+            raise ConfigError(
+                f"{str(place.path)!r}: {name} is {place.dtype}, as in quantized checkpoints;"
+                " float32, bfloat16 and float16 are read",
+                hint="quantized checkpoints are not trained: give the one that it was made from",
+            )
+
+
 def _check(place: Place, name: str, shape: tuple[int, ...]) -> None:
     if place.shape != shape:
         raise ConfigError(
@@ -354,7 +380,7 @@ def _check(place: Place, name: str, shape: tuple[int, ...]) -> None:
     if place.dtype not in READ:
         raise ConfigError(
             f"{str(place.path)!r}: {name} is {place.dtype}; float32, bfloat16 and float16 are read",
-            hint="quantized checkpoints are not trained: give the one that they were made from",
+            hint="save it in one of these dtypes",
         )
 
 

@@ -166,7 +166,14 @@ class Adapters:
 
     @property
     def first(self) -> Path | None:
-        """None: the first adapters come from `Task.init`, not from a folder."""
+        """None: the first adapters come from `Task.init`, not from a folder.
+
+        Raises:
+            ConfigError: a file of the base is missing or damaged, or does not fit the
+                configuration.
+        """
+        if self.source is not None:
+            checkpoint.read_checkpoint(self.source, self.config)
         return None
 
     def read(self, folder: Path) -> Mapping[str, Any]:

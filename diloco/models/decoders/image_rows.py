@@ -25,6 +25,7 @@ FOLLOWING = ("token_type_ids", "mm_token_type_ids", "num_soft_tokens_per_image")
 IGNORED = -100
 # Rounding, and resizing of images, may leave the pixels' range a little.
 LEAST_PIXEL, LARGEST_PIXEL = -0.5, 1.5
+DARKEST = 1.5 / 255  # below the second of 8 bits' values
 
 
 class ImageRows:
@@ -55,14 +56,23 @@ class ImageRows:
         path = self._paths[index]
         arrays = _arrays(path)
         window = self._window(path, arrays)
-        patches, positions, tokens = self._patches(path, arrays)
-        marked = int((np.where(window < 0, ~window, window) == self._text.image).sum())
-        if marked != tokens:
+        patches, positions, counts = self._patches(path, arrays)
+        marked = np.where(window < 0, ~window, window) == self._text.image
+        if marked.sum() != counts.sum():
             raise _refused(
                 path,
-                f"has {marked} tokens {self._text.image}, which stand for images, but its patches"
-                f" are of {tokens}",
+                f"has {marked.sum()} tokens {self._text.image}, which stand for images, but its"
+                f" patches are of {counts.sum()}",
                 "save what the model's own processor gives for text and images together",
+            )
+        # Images are put in the places of their tokens in order: each run has whole images.
+        ends = np.cumsum(marked)[marked & ~np.append(marked[1:], False)]
+        if not np.isin(ends, np.cumsum(counts)).all():
+            raise _refused(
+                path,
+                f"has images of {counts.tolist()} tokens, but runs of"
+                f" {np.diff(ends, prepend=0).tolist()} tokens {self._text.image}",
+                "give the processor the images in the order in which the text has them",
             )
         return ImageTextBatch(window, patches, positions)
 
@@ -73,6 +83,13 @@ class ImageRows:
         labels = tokens
         if "attention_mask" in arrays:
             kept = _integers(path, "attention_mask", arrays["attention_mask"], tokens) != 0
+        if np.count_nonzero(np.diff(kept.astype(np.int8), prepend=0) > 0) > 1:
+            raise _refused(
+                path,
+                "has an attention_mask with zeros between tokens",
+                "it is 0 for padding alone, before or behind all tokens; -100 in labels leaves a"
+                " token untrained",
+            )
         if "labels" in arrays:
             labels = _integers(path, "labels", arrays["labels"], tokens)
         tokens, labels = tokens[kept], labels[kept]
@@ -105,66 +122,108 @@ class ImageRows:
                 f" {self._vocab}",
                 "make the files with the model's own processor",
             )
-        if ((labels != tokens) & (labels != IGNORED)).any():
+        if (wrong := np.flatnonzero((labels != tokens) & (labels != IGNORED))).size:
+            place = wrong[0]
             raise _refused(
                 path,
-                f"has labels that are neither input_ids nor {IGNORED}",
-                f"labels are the tokens themselves, and {IGNORED} where none is trained on",
+                f"has labels that are neither input_ids nor {IGNORED}: {labels[place]} at place"
+                f" {place}, where input_ids has {tokens[place]}",
+                f"labels are the tokens themselves at the same places, not the next ones, and"
+                f" {IGNORED} where none is trained on",
             )
 
     def _patches(
         self, path: Path, arrays: Mapping[str, np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray, int]:
-        """Returns (patches [I, P, W], positions [I, P, 2], number of tokens of all images)."""
-        images, tower = self._images, self._tower
-        patches, positions = no_images(images, tower.patch_width)
-        if ("pixel_values" in arrays) != ("image_position_ids" in arrays):
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns (patches [I, P, W], positions [I, P, 2], number of tokens of each image)."""
+        patches, positions = no_images(self._images, self._tower.patch_width)
+        if "pixel_values" not in arrays and "image_position_ids" not in arrays:
+            return patches, positions, np.zeros(0, int)
+        found, there = self._image_arrays(path, arrays)
+        counts = []
+        for number, (pixels, place) in enumerate(zip(found, there.astype(np.int64), strict=True)):
+            used = (place != -1).any(axis=1)
+            counts.append(self._tokens_of(path, place[used]))
+            count = int(used.sum())
+            patches[number, :count], positions[number, :count] = pixels[used], place[used]
+        return patches, positions, np.asarray(counts, int)
+
+    def _image_arrays(
+        self, path: Path, arrays: Mapping[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns pixel_values and image_position_ids of a row, of which it has at least one."""
+        width, most = self._tower.patch_width, self._images.row
+        if "pixel_values" not in arrays or "image_position_ids" not in arrays:
             raise _refused(
                 path,
                 "has only one of pixel_values and image_position_ids",
-                "save both as the processor gives them",
+                "save both as the model's own processor gives them; that of another family gives"
+                " no image_position_ids",
             )
-        if "pixel_values" not in arrays:
-            return patches, positions, 0
         found, there = arrays["pixel_values"], arrays["image_position_ids"]
         alike = found.ndim == 3 and there.shape == (*found.shape[:2], 2)
-        if not alike or found.shape[2] != tower.patch_width or there.dtype.kind not in "iu":
+        kinds = found.dtype.kind in "fiu" and there.dtype.kind in "iu"
+        if not alike or not kinds or found.shape[2] != width:
             raise _refused(
                 path,
                 f"has pixel_values {found.dtype}{list(found.shape)} and image_position_ids"
-                f" {there.dtype}{list(there.shape)}, but [images, patches, {tower.patch_width}] and"
+                f" {there.dtype}{list(there.shape)}, but numbers [images, patches, {width}] and"
                 " integers [images, patches, 2] are expected",
                 "make the files with the model's own processor",
             )
-        if len(found) > images.row:
+        if len(found) > most:
             raise _refused(
                 path,
-                f"has {len(found)} images, but rows have {images.row} at most",
+                f"has {len(found)} images, but rows have {most} at most",
                 "raise the option images.row",
             )
-        if found.size and not LEAST_PIXEL <= found.min() <= found.max() <= LARGEST_PIXEL:
+        _check_pixels(path, found)
+        return found, there
+
+    def _tokens_of(self, path: Path, place: np.ndarray) -> int:
+        """Returns the number of tokens of an image whose patches have these positions (x, y)."""
+        tower, most = self._tower, self._images.patches
+        if len(place) > most:
             raise _refused(
                 path,
-                f"has pixels from {found.min():g} to {found.max():g}, but 0 to 1 is expected",
-                "divide them by 255, as the processor does (do_rescale)",
+                f"has an image of {len(place)} patches, but images have {most} at most",
+                f"raise the option images.patches to {len(place)} or more, or give the processor"
+                " a smaller max_soft_tokens",
             )
-        tokens = 0
-        for number, (pixels, place) in enumerate(zip(found, there.astype(np.int64), strict=True)):
-            used = (place != -1).any(axis=1)
-            count = int(used.sum())
-            own = tokens_of_image(tower, place[used])
-            if own is None or count > images.patches:
-                raise _refused(
-                    path,
-                    f"has an image whose {count} patches are no rectangle of {tower.side} x"
-                    f" {tower.side} squares with positions below {tower.places}, or are more than"
-                    f" images.patches, {images.patches}",
-                    "save image_position_ids as the processor gives them, (x, y) of each patch and"
-                    " -1 for padding; raise images.patches if images are larger",
-                )
-            patches[number, :count], positions[number, :count] = pixels[used], place[used]
-            tokens += own
-        return patches, positions, tokens
+        if (tokens := tokens_of_image(tower, place)) is None:
+            raise _refused(
+                path,
+                f"has an image whose {len(place)} patches are no rectangle of {tower.side} x"
+                f" {tower.side} squares with positions from 0 to {tower.places - 1}; they go from"
+                f" {place.min(initial=0)} to {place.max(initial=0)}",
+                "save image_position_ids as the processor gives them, (x, y) of each patch and"
+                " -1 for padding",
+            )
+        return tokens
+
+
+def _check_pixels(path: Path, pixels: np.ndarray) -> None:
+    """Refuses pixels that are not from 0 to 1, and those that were divided by 255 twice.
+
+    Raises:
+        TaskError: a pixel is out of range, or all are so dark as no picture of 8 bits is.
+    """
+    least, largest = pixels.min(initial=0), pixels.max(initial=0)
+    if not LEAST_PIXEL <= least <= largest <= LARGEST_PIXEL:
+        raise _refused(
+            path,
+            f"has pixels from {least:g} to {largest:g}, but 0 to 1 is expected",
+            "divide them by 255, as the processor does (do_rescale), and no more: no mean is taken"
+            " off (do_normalize)",
+        )
+    steps = 255.0 * pixels
+    if 0 < largest <= DARKEST and np.abs(steps - np.rint(steps)).max() > 0.01:
+        raise _refused(
+            path,
+            f"has pixels from {least:g} to {largest:g}, as if divided by 255 twice",
+            "give the processor pixels from 0 to 255; or, if they are from 0 to 1 already,"
+            " do_rescale=False",
+        )
 
 
 class TextRows:
@@ -200,7 +259,8 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
                 raise _refused(
                     path,
                     f"has {strange[0]}, which is not read: only text and images are",
-                    f"{', '.join((*NEEDED, *OPTIONAL))} are read; leave out sounds and videos",
+                    f"{', '.join((*NEEDED, *OPTIONAL))} are read: give what the model's own"
+                    " processor makes of text and images, without sounds and videos",
                 )
             if missing := [name for name in NEEDED if name not in file.files]:
                 raise _refused(path, f"has no {missing[0]}", "save what the processor gives")
