@@ -236,6 +236,7 @@ def refused(action):
         (LLAMA | {"attention_dropout": 0.1}, "attention_dropout"),
         (LLAMA | {"residual_multiplier": 0.5}, "residual_multiplier"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (LLAMA | {"compression_config": {}}, "compression_config says that its tensors"),
         (LLAMA | {"hidden_act": "xielu"}, "hidden_act"),
         (LLAMA | {"rope_scaling": LLAMA3 | {"rope_type": "yarn"}}, "yarn"),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
@@ -311,7 +312,8 @@ def test_a_shard_that_is_cut_short_is_refused(tmp_path):
     ("change", "word"),
     [
         ({"model.norm.weight": np.zeros(31, np.float32)}, "shape"),
-        ({"model.norm.weight": np.zeros(32, np.int8)}, "I8"),
+        ({"model.norm.weight": np.zeros(32, np.int8)}, "I8, as in quantized"),
+        ({"model.norm.weight": np.zeros(32, np.float64)}, "F64; float32"),
         ({"model.norm.weight": None}, "lacks"),
         ({"model.layers.0.self_attn.q_proj.lora_A.weight": np.zeros(3, np.float32)}, "lora_A"),
     ],
@@ -370,6 +372,16 @@ def test_a_tensor_of_two_files_is_refused(tmp_path):
     save_file(load_file(other) | {name: load_file(one)[name]}, other)
     message = refused(lambda: checkpoint.read_checkpoint(folder, config))
     assert f"{name!r} is there twice" in message
+
+
+def test_an_index_may_name_a_file_in_two_ways(tmp_path):
+    folder, config = written(tmp_path, file_bytes=20_000)
+    index = folder / checkpoint.INDEX
+    document = json.loads(index.read_text())
+    name, file = next(iter(document["weight_map"].items()))
+    document["weight_map"][name] = f"./{file}"
+    index.write_text(json.dumps(document))
+    assert checkpoint.read_checkpoint(folder, config).keys() == table(config).keys()
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -50,7 +50,7 @@ CARRIED = (
 READ = {"F32", "BF16", "F16"}  # the dtypes that are read, by their names in safetensors
 # Beginnings of the dtypes in which quantized checkpoints have numbers; no model has integers of 64
 # bits for that.
-QUANTIZED = ("F8", "F6", "F4", "I8", "U8", "I16", "U16", "I32", "U32")
+QUANTIZED = ("F8_", "F6_", "F4", "I8", "U8", "I16", "U16", "I32", "U32")
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 ROWS = 4096  # rows of a tensor that are compared at a time
 # The module of a layer's experts in checkpoints that transformers itself saves.
@@ -214,8 +214,8 @@ def _places(folder: Path) -> dict[str, Place]:
             hint="copy the missing file(s) into the folder",
         )
     found: dict[str, Place] = {}
-    for file in sorted(set(named.values())):
-        found = _joined(found, _header(folder / file))
+    for path in sorted({folder / file for file in named.values()}):
+        found = _joined(found, _header(path))
     for name, file in named.items():
         if name not in found or found[name].path != folder / file:
             raise ConfigError(

@@ -301,9 +301,9 @@ class _Parser:
         for key, value in self._document.items():
             if value is None:
                 continue
-            if key == "quantization_config":
+            if key in ("quantization_config", "compression_config"):
                 self._refuse(
-                    "quantization_config says that its tensors are quantized",
+                    f"{key} says that its tensors are quantized",
                     "quantized checkpoints are not trained: give the one that they were made from",
                 )
             elif key in must_be:

@@ -143,7 +143,7 @@ class ImageRows:
         counts = []
         for number, (pixels, place) in enumerate(zip(found, there.astype(np.int64), strict=True)):
             used = (place != -1).any(axis=1)
-            counts.append(self._tokens_of(path, place[used]))
+            counts.append(self._tokens_of(path, place[used], len(place)))
             count = int(used.sum())
             patches[number, :count], positions[number, :count] = pixels[used], place[used]
         return patches, positions, np.asarray(counts, int)
@@ -180,15 +180,18 @@ class ImageRows:
         _check_pixels(path, found)
         return found, there
 
-    def _tokens_of(self, path: Path, place: np.ndarray) -> int:
-        """Returns the number of tokens of an image whose patches have these positions (x, y)."""
+    def _tokens_of(self, path: Path, place: np.ndarray, padded: int) -> int:
+        """Returns the number of tokens of an image whose patches have these positions (x, y).
+
+        `padded` is the number of patches to which the file pads each image.
+        """
         tower, most = self._tower, self._images.patches
         if len(place) > most:
             raise _refused(
                 path,
                 f"has an image of {len(place)} patches, but images have {most} at most",
-                f"raise the option images.patches to {len(place)} or more, or give the processor"
-                " a smaller max_soft_tokens",
+                f"raise the option images.patches to {padded}, to which the processor pads each"
+                " image, or give the processor a smaller max_soft_tokens",
             )
         if (tokens := tokens_of_image(tower, place)) is None:
             raise _refused(
