@@ -1,0 +1,389 @@
+"""Supervisors of a learner of several slices agree on who trains, whatever is killed or cut off."""
+
+import heapq
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.common.protocol.errors import Exit
+from diloco.learner.core import formation
+from diloco.learner.core.formation import AskToLeave, Begin, Finish, FormationRules, Kill
+
+TICK_S = 0.25
+# From its begin until a training process is in its collectives.
+STARTS_S = 2.0
+KILLED = -9
+
+
+@dataclass
+class Training:
+    """A training process of the world: it trains once all of its formation have begun."""
+
+    formation: formation.Formation
+    rank: int
+    began_s: float
+    leaves: bool = False
+
+
+@dataclass
+class World:
+    """Supervisors in virtual time, with processes and links that break; each message takes 10 ms."""
+
+    rules: FormationRules
+    now_s: float = 0.0
+    states: dict = field(default_factory=dict)
+    processes: dict = field(default_factory=dict)
+    finished: dict = field(default_factory=dict)
+    paused: set = field(default_factory=set)
+    cut: set = field(default_factory=set)
+    boots: itertools.count = field(default_factory=lambda: itertools.count(1))
+    queue: list = field(default_factory=list)
+    order: itertools.count = field(default_factory=itertools.count)
+    joins: list = field(default_factory=list)
+    leaving: set = field(default_factory=set)
+
+    def start(self, host):
+        boot = f"boot-{next(self.boots)}"
+        self.states[host] = formation.begin(host, boot, f"host-{host}:{boot}", self.now_s)
+
+    def start_all(self):
+        for host in range(self.rules.slices * self.rules.hosts):
+            self.start(host)
+
+    def kill_machine(self, host):
+        state = self.states.pop(host, None)
+        self.processes.pop(host, None)
+        self.paused.discard(host)
+        if state is not None:
+            # What a connection has carried is read before its end.
+            self.queue = [one for one in self.queue if one[3].boot != state.me.boot]
+            heapq.heapify(self.queue)
+            for other in self.linked(host):
+                self.states[other] = formation.lost(self.states[other], host, state.me.boot)
+
+    def linked(self, host):
+        return [
+            other
+            for other in self.states
+            if other != host and frozenset((host, other)) not in self.cut
+        ]
+
+    def end_process(self, host, status):
+        process = self.processes.pop(host, None)
+        if process is not None:
+            number = process.formation.number
+            self.states[host] = formation.ended(self.states[host], number, status, self.now_s)
+
+    def run(self, seconds):
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s += TICK_S
+            while self.queue and self.queue[0][0] <= self.now_s:
+                _, _, to, report = heapq.heappop(self.queue)
+                if to in self.states:
+                    self.states[to] = formation.heard(self.states[to], report, self.now_s)
+            self.train()
+            for host in [host for host in self.states if host not in self.paused]:
+                self.tick(host)
+
+    def tick(self, host):
+        state = self.states[host]
+        state = formation.noted(
+            state, leaving=host in self.leaving, address=state.me.address, newest=state.me.newest
+        )
+        state, actions = formation.decide(self.rules, state, self.now_s)
+        self.states[host] = state
+        for action in actions:
+            self.act(host, action)
+        if host not in self.states:
+            return
+        for other in self.linked(host):
+            heapq.heappush(
+                self.queue, (self.now_s + 0.01, next(self.order), other, self.states[host].me)
+            )
+
+    def act(self, host, action):
+        match action:
+            case Begin(made, rank, _):
+                assert host not in self.processes
+                self.processes[host] = Training(made, rank, self.now_s)
+            case Kill(number):
+                assert self.processes.pop(host).formation.number == number
+            case AskToLeave(number):
+                assert self.processes[host].formation.number == number
+                self.processes[host].leaves = True
+            case Finish(status):
+                assert host not in self.processes
+                self.finished[host] = status
+                self.kill_machine(host)
+
+    def whole(self):
+        """The formation that trains now: all its processes have begun and hear each other."""
+        numbers = {one.formation.number for one in self.processes.values()}
+        for number in sorted(numbers, reverse=True):
+            found = {h: p for h, p in self.processes.items() if p.formation.number == number}
+            made = next(iter(found.values())).formation
+            whole = len(found) == len(made.slices) * self.rules.hosts
+            old = all(self.now_s - one.began_s >= STARTS_S for one in found.values())
+            links = all(frozenset(two) not in self.cut for two in itertools.combinations(found, 2))
+            if whole and old and links and not set(found) & self.paused:
+                yield made, found
+
+    def train(self):
+        for made, found in list(self.whole()):
+            assert len({one.formation for one in found.values()}) == 1
+            assert sorted(one.rank for one in found.values()) == list(range(len(found)))
+            if made not in self.joins:
+                # The tape: who joins last is the learner, the others are superseded.
+                for other in self.joins[-1:]:
+                    for host in [h for h, p in self.processes.items() if p.formation == other]:
+                        self.end_process(host, int(Exit.SUPERSEDED))
+                self.joins.append(made)
+            if any(one.leaves for one in found.values()):
+                for host in found:
+                    self.end_process(host, 0)
+
+    def suffer(self, kind, one, other):
+        match kind:
+            case "kill":
+                self.kill_machine(one)
+            case "start" if one not in self.states:
+                self.start(one)
+            case "pause" if one in self.states:
+                self.paused.add(one)
+            case "resume":
+                self.paused.discard(one)
+            case "fail":
+                self.end_process(one, KILLED)
+            case "cut" if one != other:
+                self.cut.add(frozenset((one, other)))
+            case "join":
+                self.cut.clear()
+            case "leave":
+                self.leaving.add(one)
+
+    def trains(self):
+        return [made.slices for made, _ in self.whole()]
+
+
+def world_of(slices=4, hosts=2, least=1):
+    world = World(FormationRules(slices=slices, hosts=hosts, least=least, silent_s=3.0))
+    world.start_all()
+    return world
+
+
+def test_all_slices_train_once_all_are_there():
+    world = world_of()
+    world.run(STARTS_S + 2)
+    assert world.trains() == [(0, 1, 2, 3)]
+
+
+def test_the_first_formation_waits_for_slices_that_come_late():
+    world = World(FormationRules(slices=2, hosts=1, least=1, silent_s=3.0))
+    world.start(1)
+    world.run(10)
+    assert not world.processes
+    world.start(0)
+    world.run(STARTS_S + 2)
+    assert world.trains() == [(0, 1)]
+
+
+def test_slices_that_are_there_train_after_a_while():
+    world = World(FormationRules(slices=2, hosts=1, least=1, silent_s=3.0))
+    world.start(1)
+    world.run(20 + STARTS_S + 2)
+    assert world.trains() == [(1,)]
+
+
+@pytest.mark.parametrize("host", range(8))
+def test_a_lost_machine_costs_its_slice_alone(host):
+    world = world_of()
+    world.run(30)
+    world.kill_machine(host)
+    world.run(STARTS_S + 2)
+    assert world.trains() == [tuple(one for one in range(4) if one != host // 2)]
+    world.start(host)
+    world.run(30)
+    assert world.trains() == [(0, 1, 2, 3)]
+    assert not world.finished
+
+
+@pytest.mark.parametrize("host", [0, 5])
+def test_a_supervisor_that_is_silent_loses_its_place_and_gets_it_back(host):
+    world = world_of()
+    world.run(30)
+    world.paused.add(host)
+    world.run(3 + STARTS_S + 2)
+    assert world.trains() == [tuple(one for one in range(4) if one != host // 2)]
+    world.paused.discard(host)
+    world.run(30)
+    assert world.trains() == [(0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("status", [KILLED, 1, int(Exit.PASSING), formation.ABORTED])
+def test_a_process_that_fails_begins_again(status):
+    world = world_of()
+    world.run(30)
+    world.end_process(3, status)
+    world.run(30)
+    assert world.trains() == [(0, 1, 2, 3)]
+
+
+def test_a_slice_whose_process_fails_again_and_again_stays_out_longer_each_time():
+    world = world_of()
+    world.run(30)
+    left = 0.0
+    for _ in range(400):
+        world.run(1)
+        if 3 in world.processes and world.trains() == [(0, 1, 2, 3)]:
+            world.end_process(3, 1)
+        left += world.trains() == [(0, 2, 3)]
+    assert left > 200
+
+
+def test_too_few_slices_do_not_train():
+    world = world_of(least=3)
+    world.run(30)
+    world.kill_machine(0)
+    world.run(10)
+    assert world.trains() == [(1, 2, 3)]
+    world.kill_machine(2)
+    world.run(10)
+    assert world.trains() == []
+    assert not world.processes
+
+
+def test_a_status_that_no_restart_mends_ends_the_learner():
+    world = world_of(slices=2, hosts=1)
+    world.run(30)
+    for host in (0, 1):
+        world.end_process(host, int(Exit.TASK))
+    world.run(10)
+    assert world.finished == {0: Exit.TASK, 1: Exit.TASK}
+
+
+def test_the_end_of_the_run_ends_all_supervisors():
+    world = world_of()
+    world.run(30)
+    world.kill_machine(7)
+    world.run(10)
+    for host in list(world.processes):
+        world.end_process(host, 0)
+    world.run(10)
+    assert world.finished == dict.fromkeys(range(7), 0)
+
+
+@pytest.mark.parametrize("host", [0, 7])
+def test_a_host_that_is_asked_to_end_leaves_at_a_boundary(host):
+    world = world_of()
+    world.run(30)
+    world.leaving.add(host)
+    world.run(STARTS_S + 3)
+    assert world.finished == {host: 0}
+    assert world.trains() == [tuple(one for one in range(4) if one != host // 2)]
+    assert len(world.joins) == 2
+
+
+def test_all_hosts_are_asked_to_end():
+    world = world_of()
+    world.run(30)
+    world.leaving |= set(range(8))
+    world.run(10)
+    assert world.finished == dict.fromkeys(range(8), 0)
+    assert len(world.joins) == 1
+
+
+def test_two_groups_that_do_not_hear_each_other_leave_one_learner():
+    world = world_of()
+    world.run(30)
+    world.cut |= {frozenset((a, b)) for a in range(4) for b in range(4, 8)}
+    world.run(60)
+    assert world.trains() in ([(0, 1)], [(2, 3)])
+    before = len(world.joins)
+    world.run(60)
+    assert len(world.joins) == before  # they do not supersede each other in turn
+    world.cut.clear()
+    world.run(40)
+    assert world.trains() == [(0, 1, 2, 3)]
+
+
+def test_a_link_that_is_cut_leaves_out_one_slice():
+    world = world_of(slices=3, hosts=1)
+    world.run(30)
+    world.cut.add(frozenset((0, 1)))
+    world.run(20)
+    assert world.trains() == [(0, 2)]
+    world.cut.clear()
+    world.run(30)
+    assert world.trains() == [(0, 1, 2)]
+
+
+def test_another_process_under_the_name_ends_the_learner():
+    world = world_of(slices=2, hosts=1)
+    world.run(30)
+    for host in (0, 1):
+        world.end_process(host, int(Exit.SUPERSEDED))
+    world.run(20)
+    assert world.finished == {0: Exit.SUPERSEDED, 1: Exit.SUPERSEDED}
+
+
+def test_a_new_host_copies_the_newest_checkpoint_of_its_place():
+    rules = FormationRules(slices=3, hosts=2, least=1, silent_s=3.0)
+    reports = {}
+    for host, newest in enumerate([(7, 10), (7, 10), (7, 30), (7, 20), None, None]):
+        state = formation.begin(host, f"boot-{host}", "", 0.0)
+        state = formation.noted(state, leaving=False, address=f"h:{host}", newest=newest)
+        reports[host] = state
+    for host, source in enumerate([2, 3, None, None, 2, 3]):
+        state = reports[host]
+        for other, known in reports.items():
+            if other != host:
+                state = formation.heard(state, known.me._replace(leader=0), 0.0)
+        leader = reports[0]
+        for other, known in reports.items():
+            if other:
+                leader = formation.heard(leader, known.me._replace(leader=0), 0.0)
+        leader, _ = formation.decide(rules, leader, 0.0)
+        if host:
+            state = formation.heard(state, leader.me, 0.0)
+        _, (begun,) = formation.decide(rules, state, 0.0)
+        assert (begun.rank, begun.copy_from) == (host, source)
+
+
+FAULTS = st.lists(
+    st.tuples(
+        st.sampled_from(["kill", "start", "pause", "resume", "fail", "cut", "join", "leave"]),
+        st.integers(0, 7),
+        st.integers(0, 7),
+        st.floats(0.0, 8.0),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(FAULTS, st.sampled_from([(2, 1), (4, 2), (3, 2)]))
+def test_after_any_faults_all_slices_train_again(faults, shape):
+    slices, hosts = shape
+    world = world_of(slices, hosts)
+    count = slices * hosts
+    world.run(10)
+    for kind, first, second, seconds in faults:
+        one, other = first % count, second % count
+        world.suffer(kind, one, other)
+        world.run(seconds)
+        for host in list(world.finished):
+            assert host in world.leaving, world.finished
+            del world.finished[host]
+            world.leaving.discard(host)
+    world.cut.clear()
+    world.paused.clear()
+    world.leaving.clear()
+    for host in range(count):
+        if host not in world.states:
+            world.start(host)
+    world.run(2 * formation.LONGEST_OUT_S)
+    assert world.trains() == [tuple(range(slices))]
