@@ -262,6 +262,10 @@ class NoOtherHosts:
         """Asks all other hosts to fetch a version; must be called on the event loop."""
         return Preparation()
 
+    async def checkpoints(self) -> list[set[tuple[int, int]]]:
+        """Returns the checkpoints of which each other host has its part: here of none."""
+        return []
+
     async def stored(self, _fragment: int, _seq: int) -> tuple[wire.Shard, ...]:
         """Waits until the other hosts have stored their shards of an update; returns the shards."""
         return ()

@@ -79,7 +79,7 @@ def _programs_key(config: Config, learner: str) -> str | None:
     Processes with equal keys compile one after the other. Returns None for a learner of several
     hosts: a host that waits for its turn would keep the others waiting in a collective.
     """
-    if jax.process_count() > 1:
+    if config.learner.formation or jax.process_count() > 1:
         return None
     return f"{config.settings()!r} {config.learner.island(learner)!r} {config.learner.cpu_devices}"
 

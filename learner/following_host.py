@@ -79,13 +79,14 @@ def _following_life(
 
     def find(like: Any, shardings: Any) -> Restored | None:
         fetch, section = patient_fetch(host, context), host.config.learner
-        parts = readable_parts(context, section, folder, like, shardings, fetch, own_part())
+        part = own_part(section)
+        parts = readable_parts(context, section, folder, like, shardings, fetch, part)
         link.tell(messages.Have(checkpoints=tuple(parts)))
         chosen = link.receive(messages.Resume).checkpoint
         if chosen is None:
             return None
         found = parts[chosen].restore()
-        log_restored(context, found, parts[chosen].where)
+        log_restored(context, found, parts[chosen].where, part)
         return found
 
     return Life(

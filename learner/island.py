@@ -4,19 +4,24 @@ Each host of a learner makes an `Island`, and so do the dry run and the benchmar
 """
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from diloco.common.process.config import Config
+from diloco.common.process.config import Config, LearnerSection
+from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Layout
 from diloco.learner.load_and_check_task import run_task
 from diloco.learner.task import Batch, Holder, Params, Task, hint_of
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import InnerStep, key_of, make_inner_step
 from diloco.learner.tensors.mesh import (
+    ROWS,
     BatchPlacer,
     make_mesh,
     param_shardings,
@@ -56,10 +61,13 @@ class Island:
         hardware = config.learner.island(learner)
         self.learner = learner
         self.settings = settings
-        self.task: Task = run_task(settings, hardware.options)
-        self.layout: Layout = tree.task_layout(self.task, settings.sync)
+        task = run_task(settings, hardware.options)
+        batch = next(task.batches(learner, 0))
         assert hardware.mesh is not None
-        self.mesh = make_mesh(hardware.mesh, devices)
+        present = len(config.learner.formation) or config.learner.slices
+        self.mesh = make_mesh(hardware.mesh, devices, present)
+        self.task: Task = task_of_slices(task, batch, config.learner, self.mesh)
+        self.layout: Layout = tree.task_layout(self.task, settings.sync)
         self.shapes = self.task.shapes
         self.hint = hint_of(self.task, self.shapes)
         self.division = tree.division_of(self.task, self.shapes)
@@ -72,8 +80,13 @@ class Island:
         self.anchor = hardware.anchor or settings.sync.anchor
         self._precision = hardware.matmul_precision
         self._compiler_options = hardware.compiler_options
-        batch = next(self.task.batches(learner, 0))
+        # Fewer slices take fewer rows, in proportion to the tokens.
+        self._share = self.task.tokens_per_batch < task.tokens_per_batch
+        if self._share:
+            rows = rows_of(batch) * self.task.tokens_per_batch // task.tokens_per_batch
+            batch = jax.tree.map(lambda leaf: leaf[:rows] if np.ndim(leaf) else leaf, batch)
         self._placer = BatchPlacer(self.mesh, batch)
+        self._whole = self._placer.whole and not self._share
         self._sharded_batch = self._placer.sharded(batch)
 
     @contextlib.contextmanager
@@ -138,11 +151,10 @@ class Island:
         """
         start, stop = self._placer.rows
         if self.task.shared is not None and holder is not None:
-            whole = self._placer.whole
             rows: Iterator[Batch] = self.task.shared.claimed(
-                holder, position, 0 if whole else start, None if whole else stop
+                holder, position, 0 if self._whole else start, None if self._whole else stop
             )
-        elif self._placer.whole:
+        elif self._whole:
             rows = self.task.batches(self.learner, position)
         elif self.task.rows is not None:
             rows = self.task.rows(self.learner, position, start, stop)
@@ -152,6 +164,63 @@ class Island:
                 for batch in self.task.batches(self.learner, position)
             )
         return map(self._placer.place, rows)
+
+
+def rows_of(batch: Batch) -> int:
+    """Returns the number of rows of a batch, which all its arrays have."""
+    return max((np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)), default=0)
+
+
+def task_of_slices(task: Task, batch: Batch, section: LearnerSection, mesh: Mesh) -> Task:
+    """Returns a learner's task for the slices that train now, if the learner has several.
+
+    With `learner.keep_batch` a step takes the whole batch, in as many more parts as there are fewer
+    slices, so that each device needs no more memory. Otherwise it takes the share of those slices,
+    and the task's tokens are those of that share.
+
+    Args:
+        task: the task with all slices.
+        batch: one whole batch, or its shapes.
+        section: the learner's settings.
+        mesh: the mesh of the slices that train now.
+
+    Raises:
+        ConfigError: a batch cannot be divided over every number of slices that the settings allow.
+    """
+    if section.slices == 1:
+        return task
+    now = len(section.formation) or section.slices
+    cuts = math.prod(mesh.shape[axis] for axis in ROWS) // now
+    rows = rows_of(batch)
+    found = {
+        present: _of_so_many(task, rows, cuts * present, present, section)
+        for present in range(section.min_slices, section.slices + 1)
+    }
+    return found[now]
+
+
+def _of_so_many(task: Task, rows: int, cuts: int, present: int, section: LearnerSection) -> Task:
+    """Returns the task of `present` slices; `cuts` is the number of parts of their batches' rows.
+
+    Raises:
+        ConfigError: the rows cannot be divided so.
+    """
+    if section.keep_batch:
+        least = math.ceil(task.accumulate * section.slices / present)
+        for parts in range(least, rows // cuts + 1):
+            if rows % (parts * cuts) == 0:
+                return dataclasses.replace(task, accumulate=parts)
+    else:
+        share, rest = divmod(rows * present, section.slices)
+        tokens, odd = divmod(task.tokens_per_batch * present, section.slices)
+        if not rest and not odd and share % (task.accumulate * cuts) == 0:
+            return dataclasses.replace(task, tokens_per_batch=tokens)
+    raise ConfigError(
+        f"a batch of {rows} rows cannot be divided over {present} of {section.slices} slices, in "
+        f"{cuts} parts",
+        hint="choose a batch that each number of slices from learner.min_slices on divides, raise"
+        " learner.min_slices, or change learner.keep_batch",
+    )
 
 
 def _with_sharding(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:

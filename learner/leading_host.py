@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from diloco.common.process import log
-from diloco.common.process.config import check_same_run, parse_settings
+from diloco.common.process.config import Config, check_same_run, parse_settings
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError, SupersededError
 from diloco.common.storage.bus import Bus, jetstream
@@ -24,6 +24,7 @@ from diloco.learner.core.events import (
     Start,
     sync_rules,
 )
+from diloco.learner.core.handover import CheckpointId
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
 from diloco.learner.hosts.messages import exchange_secret, meeting_place
@@ -50,7 +51,6 @@ from diloco.learner.tensors import tree
 from diloco.learner.tensors.checkpoint import CheckpointFolder
 from diloco.learner.tensors.send_and_adopt import Replica
 from diloco.learner.wire.checkpoint_save_and_restore import (
-    CheckpointId,
     Restored,
     Saver,
     readable_parts,
@@ -208,7 +208,9 @@ def _leading_life(
     folder = own_folder(host, context)
     meter = Meter(context.learner, context.traffic)
     meter.full_tokens_per_s = host.member.full_tokens_per_s()
-    life = host.starting(join(context, socket.gethostname(), platform_of()))
+    if formation := host.config.learner.formation:
+        meter.show({"slices": len(formation)})
+    life = host.starting(join(context, socket.gethostname(), platform_of(host.config)))
     publisher = _publish_and_adopt(host, context, replica, meter, starts, peers, life)
     # Not before the join: an update of an earlier life that is still in flight is merged if it is
     # stored before the join, and rejected if after.
@@ -249,10 +251,12 @@ def _leading_life(
     )
 
 
-def platform_of() -> str:
+def platform_of(config: Config) -> str:
     """Returns the learner's devices, machine and Python version, as text for people."""
-    devices = jax.devices()
+    devices, section = jax.devices(), config.learner
     kind = f"{len(devices)} x {devices[0].device_kind}"
+    if section.formation:
+        kind += f" in {len(section.formation)} of {section.slices} slices"
     return f"{kind}, {platform.machine()} {platform.system()}, Python {platform.python_version()}"
 
 
@@ -282,15 +286,16 @@ def _find(
     With several hosts, each host must have its part of that checkpoint.
     """
     section, fetch = host.config.learner, patient_fetch(host, context)
-    if not isinstance(peers, Coordinator):
+    part = own_part(section)
+    if not part:
         return restore(context, section, folder, like, fetch)
-    parts = readable_parts(context, section, folder, like, shardings, fetch, own_part())
+    parts = readable_parts(context, section, folder, like, shardings, fetch, part)
     chosen = _common_checkpoint(parts, host.background.call(peers.checkpoints()))
     peers.say(messages.Resume(checkpoint=chosen))
     if chosen is None:
         return None
     found = parts[chosen].restore()
-    log_restored(context, found, parts[chosen].where)
+    log_restored(context, found, parts[chosen].where, part)
     return found
 
 

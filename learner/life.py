@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from diloco.common.process import log, metrics
-from diloco.common.process.config import Config, RunSettings, fitted
+from diloco.common.process.config import Config, LearnerSection, RunSettings, fitted
 from diloco.common.process.health import (
     PHASE_S,
     report,
@@ -341,17 +341,23 @@ def own_folder(host: Host, context: Context) -> CheckpointFolder | None:
         ConfigError: a learner of several hosts has `warm_start`.
     """
     section, hosts = host.config.learner, jax.process_count()
-    if hosts > 1 and section.warm_start:
+    if (hosts > 1 or section.formation) and section.warm_start:
         raise ConfigError(
             "a learner of several hosts resumes from its own checkpoints alone",
             hint="set learner.warm_start to false for it",
         )
-    return open_folder(context, section, jax.process_index(), hosts)
+    return open_folder(context, section, own_part(section))
 
 
-def own_part() -> str:
-    """Returns the name of this host's part of each checkpoint; "" for a learner of one host."""
-    return names.checkpoint_part(jax.process_index(), jax.process_count())
+def own_part(section: LearnerSection) -> str:
+    """Returns the name of this host's part of each checkpoint; "" for a learner of one host.
+
+    With several slices, hosts at the same place of their slices have the same part.
+    """
+    hosts = section.slice_hosts if section.formation else jax.process_count()
+    if hosts == 1 and not section.formation:
+        return ""
+    return names.checkpoint_part(jax.process_index() % hosts, hosts)
 
 
 def patient_fetch(host: Host, context: Context) -> PatientFetch:
@@ -369,12 +375,12 @@ def patient_fetch(host: Host, context: Context) -> PatientFetch:
     return fetch
 
 
-def log_restored(context: Context, found: Restored, where: str) -> None:
+def log_restored(context: Context, found: Restored, where: str, part: str) -> None:
     """Logs from which part of a checkpoint this host resumes, in a learner of several hosts."""
     context.logger.info(
         "checkpoint_restored",
         where=where,
-        name=own_part().rstrip("/"),
+        name=part.rstrip("/"),
         of=context.learner,
         local_step=found.local_step,
     )
@@ -386,7 +392,11 @@ def make_saver(
     """Returns the writer of this life's checkpoints; None if `folder` is None."""
     if folder is None:
         return None
-    return Saver(context, host.config.learner, folder, incarnation, own_part())
+    section = host.config.learner
+    if section.formation and jax.process_index() >= section.slice_hosts:
+        # The first slice uploads the same parts.
+        section = section.model_copy(update={"checkpoint_upload": False})
+    return Saver(context, section, folder, incarnation, own_part(section))
 
 
 def make_replica(host: Host, context: Context, views: Any) -> Replica:

@@ -318,9 +318,9 @@ def is_free(port: int) -> bool:
     return True
 
 
-def free_port() -> int:
-    """Returns a TCP port on 127.0.0.1 that no process uses now."""
+def free_port(interface: str = LOOPBACK) -> int:
+    """Returns a TCP port of an address of this machine that no process uses now."""
     with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
+        probe.bind((interface, 0))
         port: int = probe.getsockname()[1]
         return port

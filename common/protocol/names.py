@@ -279,8 +279,13 @@ def learner_checkpoints(run: str, learner: str) -> str:
 
 
 def checkpoint_part(host: int, hosts: int) -> str:
-    """Returns the folder of one host's checkpoint parts; '' for a learner of a single host."""
-    return f"host-{host}-of-{hosts}/" if hosts > 1 else ""
+    """Returns the folder of one host's checkpoint parts.
+
+    Args:
+        host: the number of the host; in a learner of several slices, in its slice.
+        hosts: the number of the learner's hosts, or of those of each slice.
+    """
+    return f"host-{host}-of-{hosts}/"
 
 
 def learner_checkpoint(run: str, learner: str, local_step: int, digest: str, part: str = "") -> str:

@@ -67,6 +67,8 @@ def type_of(annotation: object) -> str:
         return " ".join([type_of(inner), ", ".join(bounds)]).strip()
     if origin is typing.Literal:
         return "one of " + ", ".join(f"`{toml(choice)}`" for choice in arguments)
+    if origin is tuple:
+        return f"list: {type_of(arguments[0])}"
     if origin is dict:
         values = "" if arguments[1] is typing.Any else f" of {type_of(arguments[1])}"
         return f"table{values}"

@@ -19,6 +19,13 @@ MEANINGS = {
         "the region's cache is away, slow or gives wrong bytes: the bucket is read for half a"
         " minute"
     ),
+    "formation": "a supervisor: the slices that train together from now on",
+    "part_copied": "a supervisor has the newest part of a checkpoint from another slice",
+    "part_not_copied": "an older checkpoint is taken; see the other supervisor's log",
+    "supervisor_refused": "who called does not know this learner's credentials",
+    "supervisor_unreadable": "give all hosts of a learner the same release",
+    "training_ended": "a training process has failed; its own lines say why",
+    "training_silent": "a training process hangs and is killed",
     "cache_unusable": "compiled programs cannot be kept or read: they are compiled again",
     "compiled": "the merge is compiled, at the first start on a machine",
     "started fragments": "an aggregator: the number of fragments, or those that it is pinned to",

@@ -15,6 +15,8 @@ from diloco.learner.core.events import (
     Send,
 )
 
+# Incarnation and local step, which the hosts' parts of one checkpoint have in common.
+CheckpointId = tuple[int, int]
 Then = Literal["step", "hold", "end"]
 
 

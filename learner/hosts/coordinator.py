@@ -26,7 +26,7 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.storage.catchup import Change
 from diloco.learner.background import NoOtherHosts, Preparation
-from diloco.learner.core.handover import Boundary
+from diloco.learner.core.handover import Boundary, CheckpointId
 from diloco.learner.hosts.messages import (
     MEET_S,
     Drop,
@@ -44,7 +44,6 @@ from diloco.learner.hosts.messages import (
     host_gone,
     read_message,
 )
-from diloco.learner.wire.checkpoint_save_and_restore import CheckpointId
 
 # Boundaries that are planned ahead, so that a worker has each plan before the step ends.
 LOOKAHEAD = 2

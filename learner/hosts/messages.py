@@ -42,10 +42,10 @@ from diloco.common.protocol.reasons import Reason
 from diloco.common.protocol.wire import NestedRecord
 from diloco.common.storage.catchup import Change
 from diloco.common.storage.data_share_allocation import Holding
-from diloco.learner.core.handover import Boundary
-from diloco.learner.wire.checkpoint_save_and_restore import CheckpointId
+from diloco.learner.core.formation import HostReport
+from diloco.learner.core.handover import Boundary, CheckpointId
 
-VERSION: Final = 7
+VERSION: Final = 8
 LENGTH: Final = struct.Struct(">I")
 FRAME_BYTES: Final = 64 << 20
 
@@ -189,11 +189,24 @@ class LeaveAsked(HostMessage):
     """Reports that this host was asked to end."""
 
 
+# --- Between the supervisors of a learner of several slices
+
+
+class Report(HostMessage):
+    """All that one supervisor tells another, several times a second."""
+
+    report: HostReport
+
+
+class PartAsked(HostMessage):
+    """Asks for the newest part of a checkpoint; the answer is its length and bytes, no message."""
+
+
 _KINDS: Final[dict[str, type[HostMessage]]] = {
     kind.__name__: kind
     for kind in (
         *(Begin, Load, Go, Resume, Turn, Prepare, Granted, Drop, Ending),
-        *(Hello, Have, Prepared, Uploaded, LeaveAsked),
+        *(Hello, Have, Prepared, Uploaded, LeaveAsked, Report, PartAsked),
     )
 }
 

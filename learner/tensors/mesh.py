@@ -46,18 +46,28 @@ AUTO = (AxisType.Auto,) * len(AXES)
 LEAST_ELEMENTS = 1 << 12
 
 
-def make_mesh(section: MeshSection, devices: list[Any] | None = None) -> Mesh:
+def make_mesh(section: MeshSection, devices: list[Any] | None = None, slices: int = 1) -> Mesh:
     """Returns the mesh of a learner.
 
+    With several slices, the axis `data` is that many times longer: slice by slice, so that each
+    slice has a whole copy of the model.
+
     Args:
-        section: sizes of the axes; an axis of size 0 takes the devices that the others leave.
-        devices: the learner's devices; None: all devices of all its hosts.
+        section: sizes of the axes; an axis of size 0 takes the devices that the others leave. With
+            several slices, sizes of the mesh of each slice.
+        devices: the learner's devices, slice by slice; None: all devices of all its hosts.
+        slices: the number of slices.
 
     Raises:
         ConfigError: the product of the sizes is not the number of devices, or the links between
             the devices do not allow a mesh of these sizes.
     """
     devices = jax.devices() if devices is None else devices
+    if slices > 1:
+        each = len(devices) // slices
+        meshes = [make_mesh(section, devices[n * each : (n + 1) * each]) for n in range(slices)]
+        grid = np.concatenate([mesh.devices for mesh in meshes], axis=AXES.index("data"))
+        return Mesh(grid, AXES, axis_types=AUTO)
     shape = section.shape(len(devices))
     if shape is None:
         raise ConfigError(

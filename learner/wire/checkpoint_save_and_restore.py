@@ -18,6 +18,7 @@ from diloco.common.process.config import LearnerSection
 from diloco.common.protocol import names, shards
 from diloco.common.protocol.errors import CheckpointError, DilocoError
 from diloco.learner.background import Context
+from diloco.learner.core.handover import CheckpointId
 from diloco.learner.tensors import checkpoint as checkpoints
 from diloco.learner.tensors.checkpoint import (
     CheckpointFolder,
@@ -64,22 +65,22 @@ class Restored(NamedTuple):
 
 
 def open_folder(
-    context: Context, section: LearnerSection, host: int = 0, hosts: int = 1
+    context: Context, section: LearnerSection, part: str = ""
 ) -> CheckpointFolder | None:
     """Returns this host's folder of checkpoints; None if the learner keeps none.
 
     Args:
         context: the learner's context.
         section: the learner's section, which says where and how many to keep.
-        host: the number of this host.
-        hosts: the number of the learner's hosts; each has a folder of its own.
+        part: the name of this host's part of each checkpoint (`names.checkpoint_part`); "": the
+            learner has one host.
     """
     if section.checkpoint_dir is None:
         return None
     path = Path(section.checkpoint_dir) / context.run / context.learner
-    if hosts == 1:
+    if not part:
         return Folder(path, section.checkpoint_keep)
-    return PartFolder(path / names.checkpoint_part(host, hosts), section.checkpoint_keep)
+    return PartFolder(path / part, section.checkpoint_keep)
 
 
 # --- Saving
@@ -200,9 +201,6 @@ class Saver:
 
 
 # --- Searching
-
-# Incarnation and local step, which the hosts' parts of one checkpoint have in common.
-CheckpointId = tuple[int, int]
 
 
 class ReadablePart(NamedTuple):

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco.common.process.config import LearnerSection, MeshSection, RunSettings
 from diloco.common.process.retry import Runtime
+from diloco.common.protocol import names
 from diloco.common.protocol.errors import CheckpointError
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.store import MemoryStore
@@ -265,7 +266,7 @@ def test_a_hosts_part_comes_back_on_the_mesh_it_was_saved_on(tmp_path):
     shardings = {"mu": cut, "count": whole, "key": whole}
     like = jax.eval_shape(lambda: state)
     learner = Learner(tmp_path)
-    folder = open_folder(learner.context, learner.section, host=1, hosts=2)
+    folder = open_folder(learner.context, learner.section, names.checkpoint_part(1, 2))
     saver = Saver(learner.context, learner.section, folder, 7, "host-1-of-2/")
     for local_step in (10, 11, 12):
         saver.save(jax.device_put(state, shardings), PROGRESS._replace(local_step=local_step))
@@ -298,13 +299,13 @@ def test_a_host_whose_disk_is_gone_reads_its_part_from_the_store(tmp_path):
     like = jax.eval_shape(lambda: state)
     learner = Learner(tmp_path, checkpoint_upload=True)
     for host, steps in ((0, (20, 21)), (1, (10, 11, 12))):
-        folder = open_folder(learner.context, learner.section, host, hosts=2)
+        folder = open_folder(learner.context, learner.section, names.checkpoint_part(host, 2))
         saver = Saver(learner.context, learner.section, folder, 7, f"host-{host}-of-2/")
         for local_step in steps:
             saver.save(jax.device_put(state, shardings), PROGRESS._replace(local_step=local_step))
         saver.close()
     shutil.rmtree(tmp_path / "checkpoints")
-    folder = open_folder(learner.context, learner.section, host=1, hosts=2)
+    folder = open_folder(learner.context, learner.section, names.checkpoint_part(1, 2))
     found = parts(learner, folder, like, shardings)
     assert {number: one.where for number, one in found.items()} == {
         (7, 12): "store",
@@ -321,7 +322,7 @@ def test_of_a_moment_that_the_disk_has_the_store_is_not_read(tmp_path):
     shardings = {"mu": NamedSharding(mesh, PartitionSpec("fsdp"))}
     like = jax.eval_shape(lambda: state)
     learner = Learner(tmp_path, checkpoint_upload=True)
-    folder = open_folder(learner.context, learner.section, host=1, hosts=2)
+    folder = open_folder(learner.context, learner.section, names.checkpoint_part(1, 2))
     saver = Saver(learner.context, learner.section, folder, 7, "host-1-of-2/")
     saver.save(jax.device_put(state, shardings), PROGRESS._replace(local_step=10))
     saver.close()

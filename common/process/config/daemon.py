@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from diloco.common.process.config.run import NonNegative, RunSettings, Seconds, Section, Steps
 from diloco.common.protocol.names import NAME
@@ -180,6 +180,31 @@ class LearnerSection(Section):
         description='address of host 0, `"host:port"`, required with several hosts; `"auto"` where'
         " the platform provides it, `hosts` and `host` (Cloud TPU, Slurm)",
     )
+    slices: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1,
+        description="groups of hosts with a whole copy of the model each; the learner continues"
+        " with those that are left. `mesh` is then the mesh of one slice",
+    )
+    min_slices: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="fewest slices with which it trains"
+    )
+    peers: tuple[str, ...] = Field(
+        default=(),
+        description='with several slices, `"host:port"` of the supervisors of all hosts, slice by'
+        " slice; `host` is an index in it",
+    )
+    silent_s: Seconds = Field(
+        default=5.0,
+        description="silence after which a host, or its training process, counts as lost",
+    )
+    keep_batch: bool = Field(
+        default=True,
+        description="a step of fewer slices takes the whole batch, in more parts; false: it takes"
+        " their share of its rows",
+    )
+    formation: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), description="slices that train now; the supervisor sets it"
+    )
     cpu_devices: Annotated[int, Field(ge=0, le=1024)] = Field(
         default=0,
         description="emulate this many devices on each host's CPU; 0: the devices that JAX finds",
@@ -241,6 +266,11 @@ class LearnerSection(Section):
         " step time, is hung: `/livez` fails, and systemd restarts it",
     )
 
+    @field_validator("peers", "formation", mode="before")
+    @classmethod
+    def _of_words(cls, value: Any) -> Any:
+        return value.replace(" ", "").split(",") if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _consistent(self) -> "LearnerSection":
         if self.checkpoint_upload and self.checkpoint_dir is None:
@@ -249,9 +279,46 @@ class LearnerSection(Section):
             )
         if self.hosts > 1 and self.coordinator is None:
             raise ValueError("a learner of several hosts needs the address of its coordinator")
-        if self.host >= self.hosts:
+        if self.slices > 1 and not self.formation:
+            self._check_slices()
+        elif self.host >= self.hosts:
             raise ValueError(f"host {self.host} of {self.hosts}: hosts are numbered from 0")
         return self
+
+    def _check_slices(self) -> None:
+        """Checks the settings of a supervisor.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        if self.min_slices > self.slices:
+            raise ValueError(f"min_slices is {self.min_slices}, but there are {self.slices} slices")
+        if not self.peers or len(self.peers) % self.slices:
+            raise ValueError(
+                f"peers names {len(self.peers)} hosts, which {self.slices} slices cannot have in"
+                " equal numbers"
+            )
+        if len(set(self.peers)) < len(self.peers):
+            raise ValueError("peers names a host twice")
+        for peer in self.peers:
+            name, _, port = peer.rpartition(":")
+            if not name or not port.isdecimal():
+                raise ValueError(f"peers has {peer!r}, which is not host:port")
+        if self.host >= len(self.peers):
+            raise ValueError(f"host {self.host} of {len(self.peers)}: hosts are numbered from 0")
+        if self.coordinator is not None:
+            raise ValueError(
+                "the supervisors choose the coordinator of several slices: leave it out"
+            )
+        if self.checkpoint_dir is None:
+            raise ValueError(
+                "slices pass the inner optimizer on by checkpoints: set checkpoint_dir"
+            )
+
+    @property
+    def slice_hosts(self) -> int:
+        """The number of hosts of each slice."""
+        return len(self.peers) // self.slices
 
     def island(self, learner: str) -> IslandSection:
         """Returns one learner's hardware settings, filled up with those of this section.

@@ -1,5 +1,6 @@
 """`diloco aggregator` and `diloco learner`."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,10 @@ def learner(options: LearnerOptions) -> None:
             "--devices and --json need --dry-run",
             hint="add --dry-run; to train with emulated devices, use --cpu-devices",
         )
+    if config.learner.slices > 1 and not config.learner.formation:
+        from diloco.learner.hosts.supervisor import supervise
+
+        raise typer.Exit(supervise(config, options.name, sys.argv[1:]))
     from diloco.learner.daemon import serve
 
     serve(config, options.name)

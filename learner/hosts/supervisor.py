@@ -1,0 +1,521 @@
+"""The supervisor of one host of a learner of several slices: starts and ends its training process.
+
+`core/formation.py` decides what to do; this module carries it out. It has a connection to each
+other supervisor, and gives them this host's report several times a second. It reads the
+notifications by which a daemon reports to systemd, and kills a training process that sends none. A
+training process dies with its supervisor.
+
+Connections begin with a proof that both sides know the learner's credentials:
+
+    accepting -> calling   32 random bytes
+    calling -> accepting   32 random bytes, HMAC-SHA256 of both
+    accepting -> calling   HMAC-SHA256 of both, in the other order
+    calling -> accepting   `Report`, again and again; or once `PartAsked`
+    accepting -> calling   after `PartAsked`: length (8 bytes, big endian), and bytes of the part
+
+The inner optimizer passes from slice to slice by checkpoints: hosts at the same place of their
+slices have the same part of each. Before a training process begins, its supervisor copies the
+newest part from another slice, if its own is older.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco.common.process import log
+from diloco.common.process.config import Config, ServiceManager, environment_with, service_manager
+from diloco.common.process.health import END_S, tell
+from diloco.common.process.nats_server import free_port
+from diloco.common.process.tasks import Tasks
+from diloco.common.protocol import names
+from diloco.common.protocol.errors import ConfigError, WireError
+from diloco.learner.core import formation
+from diloco.learner.core.formation import (
+    Action,
+    AskToLeave,
+    Begin,
+    Finish,
+    FormationRules,
+    HostReport,
+    Kill,
+)
+from diloco.learner.core.handover import CheckpointId
+from diloco.learner.hosts.messages import PartAsked, Report, frame, read_message
+
+# Seconds between two reports to another supervisor.
+REPORT_S = 0.25
+# Seconds that a connection, or one message over it, may take.
+CALL_S = 3.0
+# Seconds until a training process sends its first notification.
+FIRST_WORD_S = 120.0
+# A training process may be silent for so many times `learner.silent_s`: a large checkpoint that is
+# packed holds Python's interpreter lock.
+PATIENCE = 2.0
+_NONCE_BYTES = 32
+_CHUNK_BYTES = 1 << 20
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+def supervise(config: Config, learner: str, arguments: Iterable[str]) -> int:
+    """Runs the supervisor of one host until the learner ends; returns the exit status.
+
+    Args:
+        config: the learner's configuration.
+        learner: its name.
+        arguments: the arguments of `diloco` with which the training process is started; those that
+            say which host it is are added.
+
+    Raises:
+        ConfigError: the host's own address cannot be bound.
+    """
+    return asyncio.run(_Supervisor(config, learner, tuple(arguments)).run())
+
+
+class _Child(NamedTuple):
+    """A training process, and the number of its formation."""
+
+    process: asyncio.subprocess.Process
+    formation: int
+
+
+class _Supervisor:
+    def __init__(self, config: Config, learner: str, arguments: tuple[str, ...]) -> None:
+        section = config.learner
+        self._section = section
+        self._learner = learner
+        self._arguments = arguments
+        self._key = _key_of(config, learner)
+        self._logger = log.get(run=config.run.name, learner=learner, host=section.host)
+        self._rules = FormationRules(
+            slices=section.slices,
+            hosts=section.slice_hosts,
+            least=section.min_slices,
+            silent_s=section.silent_s,
+        )
+        part = names.checkpoint_part(section.host % section.slice_hosts, section.slice_hosts)
+        assert section.checkpoint_dir is not None
+        self._folder = Path(section.checkpoint_dir) / config.run.name / learner / part
+        self._interface, _, port = section.peers[section.host].rpartition(":")
+        self._port = int(port)
+        self._state = formation.begin(
+            section.host, secrets.token_hex(8), self._new_address(), time.monotonic()
+        )
+        self._manager = service_manager()
+        self._words = _Words(self._manager)
+        self._callers: dict[int, asyncio.StreamReader] = {}
+        self._served: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._signals = 0
+        self._child: _Child | None = None
+        self._finished: asyncio.Future[int] | None = None
+
+    async def run(self) -> int:
+        """Supervises until `Finish`; returns its status."""
+        loop = asyncio.get_running_loop()
+        self._finished = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._asked, number)
+        server = await self._listen()
+        tasks = Tasks()
+        async with self._words.listening():
+            for host in range(len(self._section.peers)):
+                if host != self._section.host:
+                    tasks.start(self._report_to(host))
+            tasks.start(self._decide_again_and_again(tasks))
+            tell(self._manager, READY="1")
+            failing = asyncio.ensure_future(tasks.failure())
+            ends: list[asyncio.Future[Any]] = [failing, self._finished]
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if failing.done():
+                    failing.result()
+                return self._finished.result()
+            finally:
+                failing.cancel()
+                server.close()
+                self._kill()
+                await tasks.stop()
+                for writer in self._served.values():
+                    writer.close()
+                if self._served:
+                    await asyncio.wait(self._served)
+
+    async def _listen(self) -> asyncio.Server:
+        try:
+            return await asyncio.start_server(self._accept, self._interface, self._port)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {self._section.peers[self._section.host]}, which learner.peers"
+                f" has for host {self._section.host}: {error.strerror}",
+                hint="give each host its own number, and an address of its own machine",
+            ) from error
+
+    def _asked(self, number: int) -> None:
+        """Asks the supervisor to end; the second time, it ends at once."""
+        self._signals += 1
+        if self._signals > 1:
+            self._kill()
+            os._exit(128 + number)
+
+    # --- Decisions
+
+    async def _decide_again_and_again(self, tasks: Tasks) -> None:
+        while True:
+            self._end_if_silent()
+            for action in self._decide():
+                self._act(action, tasks)
+            self._words.note(self._sentence())
+            tell(self._manager, WATCHDOG="1")
+            await asyncio.sleep(REPORT_S)
+
+    def _decide(self) -> tuple[Action, ...]:
+        self._state = formation.noted(
+            self._state,
+            leaving=self._signals > 0,
+            address=self._state.me.address,
+            newest=newest_part(self._folder),
+        )
+        before = self._state.me.formation
+        self._state, actions = formation.decide(self._rules, self._state, time.monotonic())
+        after = self._state.me.formation
+        if after is not None and after != before:
+            self._logger.info("formation", slices=list(after.slices), number=after.number)
+        return actions
+
+    def _act(self, action: Action, tasks: Tasks) -> None:
+        match action:
+            case Begin():
+                tasks.start(self._begin(action))
+            case Kill():
+                self._kill()
+            case AskToLeave(number):
+                if self._child is not None and self._child.formation == number:
+                    self._child.process.send_signal(signal.SIGTERM)
+            case Finish(status):
+                assert self._finished is not None
+                if not self._finished.done():
+                    self._finished.set_result(status)
+
+    def _sentence(self) -> str:
+        """Returns which slices train, for `systemctl status`."""
+        made = self._state.me.formation
+        count = 0 if made is None else len(made.slices)
+        return f"{count} of {self._rules.slices} slices"
+
+    # --- The training process
+
+    async def _begin(self, action: Begin) -> None:
+        """Starts a training process, and notes its end."""
+        made = action.formation
+        if action.copy_from is not None:
+            await self._copy_part(action.copy_from)
+        if self._child is not None:  # It was killed.
+            await self._child.process.wait()
+        if self._state.me.process.formation != made.number:
+            return  # Another formation has begun meanwhile.
+        self._words.begin()
+        place = {
+            "hosts": str(self._rules.hosts * len(made.slices)),
+            "host": str(action.rank),
+            "coordinator": made.coordinator,
+        }
+        # As variables for the file's check, as options over those that this supervisor was given.
+        options = [word for key, value in place.items() for word in (f"--{key}", value)]
+        place["formation"] = ",".join(map(str, made.slices))
+        variables = {f"DILOCO_LEARNER_{key.upper()}": value for key, value in place.items()}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "diloco", *self._arguments, *options),
+            env=environment_with({**variables, **self._words.environment()}),
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        child = self._child = _Child(process, made.number)
+        status = await process.wait()
+        if child is self._child:
+            self._child = None
+        if status not in (0, -signal.SIGKILL):
+            self._logger.warning("training_ended", status=status, number=made.number)
+        self._state = formation.ended(self._state, made.number, status, time.monotonic())
+        self._state = formation.noted(
+            self._state,
+            leaving=self._signals > 0,
+            address=self._new_address(),
+            newest=self._state.me.newest,
+        )
+
+    def _new_address(self) -> str:
+        """Returns an address for JAX's coordinator, with a port that is free now."""
+        return f"{self._interface}:{free_port(self._interface)}"
+
+    def _end_if_silent(self) -> None:
+        """Kills a training process that sends no notifications; its end then counts as its own."""
+        silent_s = self._words.silent_s(PATIENCE * self._section.silent_s)
+        if self._child is not None and silent_s:
+            self._logger.warning("training_silent", silent_s=round(silent_s, 1))
+            self._kill()
+
+    def _kill(self) -> None:
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.process.pid, signal.SIGKILL)
+
+    # --- Other supervisors
+
+    async def _report_to(self, host: int) -> None:
+        """Sends reports to another supervisor, over a new connection after each failure."""
+        while True:
+            with contextlib.suppress(OSError, EOFError, TimeoutError):
+                _, writer = await self._call(host)
+                try:
+                    while True:
+                        writer.write(frame(Report(report=self._state.me)))
+                        await asyncio.wait_for(writer.drain(), CALL_S)
+                        await asyncio.sleep(REPORT_S)
+                finally:
+                    writer.close()
+            await asyncio.sleep(REPORT_S)
+
+    async def _call(self, host: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connects to another supervisor.
+
+        Raises:
+            OSError: it cannot be reached, or does not know the secret.
+            EOFError, TimeoutError: it does not answer.
+        """
+        name, _, port = self._section.peers[host].rpartition(":")
+        async with asyncio.timeout(CALL_S):
+            reader, writer = await asyncio.open_connection(name, int(port))
+            try:
+                _limit_silence(writer)
+                theirs, ours = await reader.readexactly(_NONCE_BYTES), _nonce()
+                writer.write(ours + self._proof(theirs + ours))
+                given = await reader.readexactly(_NONCE_BYTES)
+                if not hmac.compare_digest(given, self._proof(ours + theirs)):
+                    raise OSError(
+                        f"{self._section.peers[host]} does not know the credentials of this learner"
+                    )
+            except BaseException:
+                writer.close()
+                raise
+        return reader, writer
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving = asyncio.current_task()
+        assert serving is not None
+        self._served[serving] = writer
+        try:
+            async with asyncio.timeout(CALL_S):
+                ours = _nonce()
+                writer.write(ours)
+                theirs = await reader.readexactly(_NONCE_BYTES)
+                given = await reader.readexactly(_NONCE_BYTES)
+            if not hmac.compare_digest(given, self._proof(ours + theirs)):
+                self._logger.warning("supervisor_refused", peer=writer.get_extra_info("peername"))
+                return
+            writer.write(self._proof(theirs + ours))
+            await self._serve(reader, writer)
+        except WireError as error:
+            self._logger.warning("supervisor_unreadable", error=error.message)
+        except (OSError, EOFError, TimeoutError):
+            pass  # Silence is judged by the reports that do not come.
+        finally:
+            writer.close()
+            del self._served[serving]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Takes reports over one connection, or sends a part of a checkpoint."""
+        report: HostReport | None = None
+        try:
+            while True:
+                match await read_message(reader):
+                    case Report(report=report) if report.host != self._section.host:
+                        self._callers[report.host] = reader
+                        self._state = formation.heard(self._state, report, time.monotonic())
+                    case PartAsked():
+                        await self._send_part(writer)
+                        return
+                    case _:
+                        return
+        finally:
+            if report is not None and self._callers.get(report.host) is reader:
+                self._state = formation.lost(self._state, report.host, report.boot)
+
+    def _proof(self, nonces: bytes) -> bytes:
+        return hmac.digest(self._key, nonces, "sha256")
+
+    # --- Parts of checkpoints
+
+    async def _send_part(self, writer: asyncio.StreamWriter) -> None:
+        files = _files_of(self._folder)
+        if not files:
+            return
+        with files[0].open("rb") as file:
+            writer.write(os.fstat(file.fileno()).st_size.to_bytes(8, "big"))
+            while chunk := file.read(_CHUNK_BYTES):
+                writer.write(chunk)
+                await asyncio.wait_for(writer.drain(), CALL_S)
+
+    async def _copy_part(self, host: int) -> None:
+        """Copies the newest part of another host; without it, an older checkpoint is taken."""
+        made = self._folder / "copied"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            reader, writer = await self._call(host)
+            with contextlib.closing(writer), made.open("wb") as file:
+                writer.write(frame(PartAsked()))
+                left = int.from_bytes(await asyncio.wait_for(reader.readexactly(8), CALL_S), "big")
+                if left > shutil.disk_usage(self._folder).free:
+                    raise OSError(f"{left} bytes do not fit on this disk")
+                while left:
+                    chunk = await asyncio.wait_for(reader.read(min(left, _CHUNK_BYTES)), CALL_S)
+                    if not chunk:
+                        raise EOFError("the part ends early")
+                    file.write(chunk)
+                    left -= len(chunk)
+        except (OSError, EOFError, TimeoutError) as error:
+            self._logger.warning("part_not_copied", source=host, error=str(error))
+            made.unlink(missing_ok=True)
+            return
+        newest = _files_of(self._folder)
+        number = int(newest[0].stem) + 1 if newest else 1
+        made.rename(self._folder / f"{number}.safetensors")
+        self._logger.info("part_copied", source=host)
+
+
+class _Words:
+    """The notifications of a training process, which it sends as if this supervisor were systemd.
+
+    Args:
+        manager: the real systemd, if it started the supervisor.
+    """
+
+    def __init__(self, manager: ServiceManager) -> None:
+        self._manager = manager
+        self._name = f"diloco-{secrets.token_hex(8)}"
+        self._began_s = 0.0
+        self._heard_s: float | None = None
+        self._stopping = False
+        self._said = ""
+        self._slices = ""
+        self._status = ""
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Receives notifications while the block runs."""
+        receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        receiver.bind(f"\0{self._name}")
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_datagram_endpoint(
+            lambda: _Datagrams(self._take), sock=receiver
+        )
+        try:
+            yield
+        finally:
+            transport.close()
+
+    def environment(self) -> dict[str, str | None]:
+        """Returns the variables with which a training process sends its notifications here."""
+        return {
+            "NOTIFY_SOCKET": f"@{self._name}",
+            "WATCHDOG_USEC": str(int(END_S * 1e6)),
+            "WATCHDOG_PID": None,
+        }
+
+    def begin(self) -> None:
+        """Notes that a training process is started."""
+        self._began_s, self._heard_s, self._stopping = time.monotonic(), None, False
+
+    def silent_s(self, limit_s: float) -> float:
+        """Returns for how long the process has been silent, if that is too long; else 0.
+
+        Args:
+            limit_s: the longest silence of a process that trains.
+        """
+        if self._heard_s is None:
+            since_s, limit_s = self._began_s, FIRST_WORD_S
+        else:
+            since_s, limit_s = self._heard_s, END_S if self._stopping else limit_s
+        silent_s = time.monotonic() - since_s
+        return silent_s if silent_s > limit_s else 0.0
+
+    def note(self, slices: str) -> None:
+        """Tells systemd the state of the learner; `slices` says how many slices train."""
+        self._slices = slices
+        sentence = f"{slices}: {self._status or 'no training process'}"
+        if sentence != self._said:
+            self._said = sentence
+            tell(self._manager, STATUS=sentence)
+
+    def _take(self, data: bytes) -> None:
+        fields = dict(
+            line.split("=", 1) for line in data.decode(errors="replace").splitlines() if "=" in line
+        )
+        if {"WATCHDOG", "EXTEND_TIMEOUT_USEC", "READY"} & set(fields):
+            self._heard_s = time.monotonic()
+        self._stopping = self._stopping or "STOPPING" in fields
+        self._status = fields.get("STATUS", self._status)
+
+
+class _Datagrams(asyncio.DatagramProtocol):
+    """Passes on each datagram's bytes."""
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        self._take = take
+
+    def datagram_received(self, data: bytes, _address: object) -> None:
+        """Passes the bytes on."""
+        self._take(data)
+
+
+def newest_part(folder: Path) -> CheckpointId | None:
+    """Returns the newest checkpoint of which a folder has a part; None if it has none.
+
+    Reads the header of the newest file alone: whether the arrays are whole is seen when the
+    training process reads them.
+    """
+    for path in _files_of(folder):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            facts = json.loads(header["__metadata__"]["facts"])
+            return int(facts["incarnation"]), int(facts["local_step"])
+    return None
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Returns the files of parts in a folder, newest first."""
+    files = [path for path in folder.glob("*.safetensors") if path.stem.isdecimal()]
+    return sorted(files, key=lambda path: int(path.stem), reverse=True)
+
+
+def _key_of(config: Config, learner: str) -> bytes:
+    """Returns the secret of a learner's supervisors, which follows from its credentials."""
+    credentials = config.bus.credentials
+    proof = Path(credentials).read_bytes() if credentials else b""
+    return hashlib.sha256(f"{config.run.name} {learner} ".encode() + proof).digest()
+
+
+def _nonce() -> bytes:
+    return secrets.token_bytes(_NONCE_BYTES)
+
+
+def _limit_silence(writer: asyncio.StreamWriter) -> None:
+    """Makes the kernel end a connection over which nothing is acknowledged."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(CALL_S * 1000))
+
+
+def _die_with_parent() -> None:
+    """Makes the kernel kill this process when its supervisor is gone."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)

@@ -1,0 +1,177 @@
+"""A learner of several slices goes on with those that are left, and takes back those that return."""
+
+import contextlib
+import os
+import random
+import signal
+import time
+
+import psutil
+import pytest
+from audit import read_tape
+from harness import ENDLESS, World
+
+from diloco.common.process.nats_server import LOOPBACK, free_port
+from diloco.common.protocol import names, wire
+from diloco.common.storage.tape import decode_as
+
+WHOLE = {"enabled": False}
+
+
+def start(world: World, slices: int, hosts: int = 1, **settings):
+    """The supervisors of a learner; their configuration says what is the same on all hosts."""
+    peers = [f"{LOOPBACK}:{free_port()}" for _ in range(slices * hosts)]
+    learner = {
+        "slices": slices,
+        "peers": peers,
+        "cpu_devices": 1,
+        "heartbeat_interval_s": 0.25,
+        "checkpoint_interval_s": 0.5,
+        **settings,
+    }
+    configs = []
+    for host in range(len(peers)):
+        own = {**learner, "host": host, "checkpoint_dir": f"checkpoints-{host}"}
+        configs.append(world.variant(f"host-{host}", {"learner": own}))
+    return [supervisor(world, config, host) for host, config in enumerate(configs)]
+
+
+def supervisor(world, config, host):
+    return world.start(f"a.{host}", "learner", "--config", str(config), "--learner", "a")
+
+
+def again(world, process):
+    """The same supervisor, as systemd would start it."""
+    world.processes.remove(process)
+    return world.start(process.log_path.stem.rpartition("-")[0], *process.arguments)
+
+
+def training(process) -> list[psutil.Process]:
+    """The training process of a supervisor, if it has one."""
+    children = psutil.Process(process.pid).children()
+    return [child for child in children if "stderr_lines" not in " ".join(child.cmdline())]
+
+
+def slices_of(world) -> float | None:
+    """How many slices train, by the newest heartbeat."""
+    subject = names.heartbeat(world.name, "a")
+    message = world.ask(lambda bus: bus.last(names.ops_stream(world.name), subject))
+    if message is None:
+        return None
+    return decode_as(wire.Heartbeat, subject, message.payload).metrics.get("slices")
+
+
+def merged(world) -> int:
+    return sum(update.learner == "a" for update in read_tape(world).merged())
+
+
+def lives(world) -> int:
+    return len(read_tape(world).lives("a"))
+
+
+def until_merged_by(world, count):
+    before = merged(world)
+    world.until(
+        lambda: slices_of(world) == count and merged(world) > before + 2,
+        f"{count} slices train",
+        every_s=0.5,
+    )
+
+
+def end(world):
+    world.stop()
+    for process in world.processes:
+        assert process.wait() == 0, process.log()
+    tape = read_tape(world)
+    tape.check()
+    return tape
+
+
+@pytest.mark.long
+def test_a_learner_goes_on_without_a_slice_and_takes_it_back(new_world):
+    world = new_world(run=ENDLESS, gc=WHOLE)
+    world.aggregator()
+    hosts = start(world, slices=2)
+    until_merged_by(world, 2)
+
+    # A machine is lost: its supervisor, and with it its training process.
+    (lost,) = training(hosts[0])
+    hosts[0].kill()
+    world.until(lambda: not lost.is_running(), "its training process is gone too")
+    until_merged_by(world, 1)
+    hosts[0] = again(world, hosts[0])
+    until_merged_by(world, 2)
+    assert hosts[0].log().count("part_copied") == 1
+
+    # A training process is killed, another one hangs.
+    (killed,) = training(hosts[1])
+    killed.kill()
+    until_merged_by(world, 2)
+    (hung,) = training(hosts[1])
+    os.kill(hung.pid, signal.SIGSTOP)
+    world.until(lambda: not hung.is_running(), "what hangs is killed")
+    until_merged_by(world, 2)
+
+    # A host is asked to end, and ends without an error; the other one goes on.
+    hosts[1].terminate()
+    assert hosts[1].wait() == 0, hosts[1].log()
+    until_merged_by(world, 1)
+    end(world)
+
+
+# Further ones by TESTS_FAULTS=100; on 2 cores each takes about half a minute.
+FAULTS = int(os.environ.get("TESTS_FAULTS", "4"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 * FAULTS + 600)
+@pytest.mark.parametrize(("slices", "hosts"), [(2, 2), (3, 1)])
+def test_any_host_may_be_lost_at_any_moment(new_world, slices, hosts, capsys):
+    """By a seed: a process killed or hung, a machine lost, cut off for a while, or asked to end."""
+    world = new_world(run=ENDLESS, gc=WHOLE)
+    world.aggregator()
+    processes = start(world, slices, hosts)
+    rng, pauses = random.Random(int(os.environ.get("TESTS_SEED", "1"))), []
+    until_merged_by(world, slices)
+    for _ in range(FAULTS):
+        time.sleep(rng.uniform(0, 3))
+        kind, host = rng.choice([kill, hang, lose, silence, ask]), rng.randrange(len(processes))
+        before, began_s = lives(world), time.monotonic()
+        processes[host] = kind(world, processes[host])
+        world.until(lambda before=before: lives(world) > before, "a new life", every_s=0.2)
+        pauses.append(time.monotonic() - began_s)
+        until_merged_by(world, slices)
+        with capsys.disabled():
+            print(f"{kind.__name__} of host {host}: {pauses[-1]:.1f} s", flush=True)
+    assert len(end(world).lives("a")) > FAULTS
+
+
+def kill(_world, process):
+    for each in training(process):
+        each.kill()
+    return process
+
+
+def hang(_world, process):
+    for each in training(process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.suspend()
+    return process
+
+
+def lose(world, process):
+    process.kill()
+    return again(world, process)
+
+
+def silence(_world, process):
+    process.signal(signal.SIGSTOP)
+    time.sleep(8)
+    process.signal(signal.SIGCONT)
+    return process
+
+
+def ask(world, process):
+    process.terminate()
+    assert process.wait() == 0, process.log()
+    return again(world, process)

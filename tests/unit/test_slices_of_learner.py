@@ -1,0 +1,200 @@
+"""A learner of several slices: its settings, its mesh, its batch, and who may be its supervisor."""
+
+import asyncio
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diloco.common.process.config import LearnerSection, MeshSection, make_config
+from diloco.common.process.nats_server import LOOPBACK, free_port
+from diloco.common.protocol.errors import ConfigError
+from diloco.learner.hosts import supervisor
+from diloco.learner.hosts.messages import PartAsked, frame
+from diloco.learner.island import task_of_slices
+from diloco.learner.task import Task
+from diloco.learner.tensors.checkpoint import Facts, HostCheckpoint, PartFolder
+from diloco.learner.tensors.mesh import make_mesh
+
+PEERS = tuple(f"10.0.0.{host}:8470" for host in range(4))
+GIVEN = {"slices": 2, "peers": PEERS, "checkpoint_dir": "/checkpoints"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"min_slices": 3}, "min_slices is 3, but there are 2 slices"),
+        ({"peers": PEERS[:3]}, "names 3 hosts, which 2 slices cannot have in equal numbers"),
+        ({"peers": ()}, "names 0 hosts"),
+        ({"peers": (*PEERS[:3], PEERS[0])}, "names a host twice"),
+        ({"peers": (*PEERS[:3], "10.0.0.9")}, "'10.0.0.9', which is not host:port"),
+        ({"host": 4}, "host 4 of 4"),
+        ({"coordinator": "10.0.0.0:1"}, "choose the coordinator"),
+        ({"checkpoint_dir": None}, "set checkpoint_dir"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        LearnerSection.model_validate(GIVEN | wrong)
+
+
+def test_settings_of_a_training_process_come_from_variables():
+    given = GIVEN | {"formation": "0,1", "hosts": 4, "host": 3, "coordinator": "10.0.0.0:1"}
+    section = LearnerSection.model_validate(given)
+    assert section.formation == (0, 1)
+    assert section.slice_hosts == 2
+
+
+def test_each_slice_has_the_whole_mesh():
+    devices = jax.devices()[:4]
+    mesh = make_mesh(MeshSection(fsdp=2), devices, slices=2)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 1}
+    assert mesh.devices[0].ravel().tolist() == devices[:2]
+    assert mesh.devices[1].ravel().tolist() == devices[2:]
+
+
+def task_of(rows, accumulate=1):
+    def batches(_learner, _position):
+        while True:
+            yield np.zeros((rows, 3), np.float32)
+
+    return Task(
+        init=lambda _key: {"w": jnp.zeros(3)},
+        loss=lambda params, batch: (batch @ params["w"]).mean(),
+        batches=batches,
+        evaluate=lambda _params: 0.0,
+        tokens_per_batch=rows * 10,
+        optimizer=optax.sgd(0.1),
+        accumulate=accumulate,
+    )
+
+
+def of_slices(rows, present, slices, accumulate=1, **settings):
+    peers = tuple(f"h:{number}" for number in range(1, slices + 1))
+    section = LearnerSection.model_validate(
+        {
+            "slices": slices,
+            "peers": peers,
+            "checkpoint_dir": "/c",
+            "formation": tuple(range(present)),
+            "hosts": present,
+            "coordinator": "h:9",
+            **settings,
+        }
+    )
+    task = task_of(rows, accumulate)
+    mesh = SimpleNamespace(shape={"data": present, "fsdp": 2, "expert": 1, "tensor": 1})
+    return task_of_slices(task, next(task.batches("a", 0)), section, mesh)
+
+
+def test_the_whole_batch_is_taken_in_more_parts():
+    found = {present: of_slices(48, present, 4) for present in (1, 2, 3, 4)}
+    assert {present: task.accumulate for present, task in found.items()} == {1: 4, 2: 2, 3: 2, 4: 1}
+    assert {task.tokens_per_batch for task in found.values()} == {480}
+    assert of_slices(48, 1, 2, accumulate=2).accumulate == 4
+
+
+def test_fewer_slices_take_their_share_of_the_rows():
+    found = {present: of_slices(32, present, 4, keep_batch=False) for present in (1, 2, 3, 4)}
+    assert {present: task.tokens_per_batch for present, task in found.items()} == {
+        1: 80,
+        2: 160,
+        3: 240,
+        4: 320,
+    }
+    assert {task.accumulate for task in found.values()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings"),
+    [(32, {}), (20, {"keep_batch": False}), (48, {"min_slices": 1, "slices": 5})],
+)
+def test_a_batch_that_some_number_of_slices_cannot_divide_is_refused(rows, settings):
+    slices = settings.pop("slices", 4)
+    with pytest.raises(ConfigError, match=f"a batch of {rows} rows cannot be divided over"):
+        of_slices(rows, slices, slices, **settings)
+
+
+def test_fewest_slices_that_are_not_asked_for_need_no_division():
+    assert of_slices(32, 4, 4, min_slices=4).accumulate == 1
+
+
+# --- Supervisors
+
+
+def supervisor_of(tmp_path, peers, host):
+    config = make_config(
+        {
+            "run": {"name": "r", "steps": 1},
+            "task": {"build": "a:b"},
+            "bus": {"url": "nats://127.0.0.1:1"},
+            "store": {"url": str(tmp_path / "store")},
+            "learner": {
+                "slices": 2,
+                "peers": peers,
+                "host": host,
+                "checkpoint_dir": str(tmp_path / f"host-{host}"),
+            },
+        },
+        source="test",
+    )
+    return supervisor._Supervisor(config, "a", ())
+
+
+def write_part(folder, incarnation, local_step):
+    facts = Facts(
+        run="r", learner="a", layout="0" * 32, epoch=0, incarnation=incarnation,
+        local_step=local_step, tokens=1, position=1, global_step=1, leaves=(),
+    )  # fmt: skip
+    PartFolder(folder, keep=2).write(HostCheckpoint(facts, {}))
+
+
+def test_the_newest_part_is_found_by_its_header(tmp_path):
+    assert supervisor.newest_part(tmp_path / "none") is None
+    write_part(tmp_path, 5, 10)
+    write_part(tmp_path, 5, 20)
+    assert supervisor.newest_part(tmp_path) == (5, 20)
+    (tmp_path / "9.safetensors").write_bytes(b"cut")
+    assert supervisor.newest_part(tmp_path) == (5, 20)
+
+
+def test_a_part_is_copied_from_a_supervisor_that_knows_the_secret(tmp_path):
+    peers = tuple(f"{LOOPBACK}:{free_port()}" for _ in range(2))
+
+    async def copied(change=lambda _supervisor: None):
+        here, there = (supervisor_of(tmp_path, peers, host) for host in (0, 1))
+        change(there)
+        write_part(there._folder, 7, 30)
+        server = await there._listen()
+        try:
+            await here._copy_part(1)
+        finally:
+            server.close()
+        return supervisor.newest_part(here._folder)
+
+    def forget(one):
+        one._key = bytes(32)
+
+    assert asyncio.run(copied(forget)) is None
+    assert asyncio.run(copied()) == (7, 30)
+
+
+def test_a_stranger_is_told_nothing(tmp_path):
+    peers = tuple(f"{LOOPBACK}:{free_port()}" for _ in range(2))
+
+    async def answered():
+        there = supervisor_of(tmp_path, peers, 1)
+        write_part(there._folder, 7, 30)
+        server = await there._listen()
+        reader, writer = await asyncio.open_connection(*peers[1].split(":"))
+        nonce = await reader.readexactly(32)
+        writer.write(nonce + nonce + frame(PartAsked()))
+        said = await reader.read()
+        writer.close()
+        server.close()
+        return said
+
+    assert asyncio.run(answered()) == b""
