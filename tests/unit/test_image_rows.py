@@ -14,8 +14,8 @@ from diloco.learner.tensors.tree import nested
 from diloco.models.decoders.attention import make_attention
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.image_rows import ImageRows
-from diloco.models.decoders.model import Compute
-from diloco.models.decoders.soft_tokens import SoftTokens, in_place, runs
+from diloco.models.decoders.model import Compute, init_params, logits_of
+from diloco.models.decoders.soft_tokens import SoftTokens, in_place, marked, runs
 from diloco.models.decoders.task import partition_of
 from diloco.models.decoders.tensor_names_and_shapes import buffers_of, multiplied, table
 from diloco.models.decoders.tokens import TokenFolders
@@ -217,6 +217,21 @@ def test_embeddings_take_the_places_of_their_tokens_in_order():
     found = in_place(soft, marks, jnp.full((1, 8, 1), -1.0))
     np.testing.assert_array_equal(found[0, :, 0], [-1, 0, 1, -1, 3, 4, 5, -1])
     np.testing.assert_array_equal(runs(marks)[0], [0, 1, 1, 0, 2, 2, 2, 0])
+
+
+def test_an_image_token_of_a_row_of_text_is_what_it_is_without_images():
+    """In a document that names it; in the second row, behind the tokens of an image."""
+    params = init_params(TEXT, jax.random.key(0))
+    tokens = jnp.asarray([[3, 90, 90, 5, 90, 7, 8, 9], [90, 90, 4, 5, 6, 90, 90, 9]])
+    counts = jnp.asarray([[0, 0], [2, 0]])
+    soft = SoftTokens(jax.random.normal(jax.random.key(1), (2, 8, TEXT.width)), counts)
+    logits = jax.jit(partial(logits_of, TEXT, compute=Compute(remat=False)))
+    plain, shown = logits(params, tokens), logits(params, tokens, images=soft)
+    np.testing.assert_allclose(shown[0], plain[0], atol=1e-6)
+    assert np.abs(shown[1, 0] - plain[1, 0]).max() > 1e-3
+    np.testing.assert_array_equal(
+        marked(TEXT.image_text, soft, tokens)[1], [True] * 2 + [False] * 6
+    )
 
 
 def tower_of(case):

@@ -196,7 +196,7 @@ def forward(
         segments_BxL = jnp.ones_like(tokens_BxL)
     positions_BxL, blocks_BxL = _positions(segments_BxL), None
     if images is not None and config.image_text is not None and config.image_text.both_ways:
-        blocks_BxL = runs(marked(config.image_text, tokens_BxL))
+        blocks_BxL = runs(marked(config.image_text, images, tokens_BxL))
 
     def block_of(group: Group) -> Block:
         own = group.config
@@ -253,7 +253,7 @@ def _embedded(
         x_BxLxD = x_BxLxD * jnp.asarray(config.width**0.5, compute.dtype)
     if images is not None:
         assert whole is not None
-        x_BxLxD = in_place(images, marked(whole, given_BxL), x_BxLxD)
+        x_BxLxD = in_place(images, marked(whole, images, given_BxL), x_BxLxD)
     x_BxLxD = constrain(x_BxLxD, ROWS)
     return x_BxLxD, _fed(config, params, rows, x_BxLxD)
 

@@ -26,10 +26,21 @@ class SoftTokens(NamedTuple):
     counts: jax.Array
 
 
-def marked(whole: ImageText, tokens_BxL: jax.Array) -> jax.Array:
-    """Returns whether each token is an image token, bool [B, L]; `whole.image` must not be None."""
+def marked(whole: ImageText, images: SoftTokens, tokens_BxL: jax.Array) -> jax.Array:
+    """Returns whether each token is an image token with an embedding, bool [B, L].
+
+    An image token of a row of text stands for nothing, as in transformers: it is embedded as the
+    padding token, and attends as text does.
+
+    Args:
+        whole: the checkpoint's properties; `whole.image` must not be None.
+        images: the embeddings.
+        tokens_BxL: token ids.
+    """
     assert whole.image is not None
-    return jnp.equal(tokens_BxL, whole.image)
+    image_BxL = jnp.equal(tokens_BxL, whole.image)
+    own_B = jnp.sum(images.counts, axis=1)
+    return image_BxL & (jnp.cumsum(image_BxL, axis=1) <= own_B[:, None])
 
 
 def runs(marked_BxL: jax.Array) -> jax.Array:
