@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from diloco.common.protocol.errors import ConfigError, TaskError
+from diloco.common.protocol.errors import ConfigError, DataError, TaskError
 from diloco.learner.tensors.tree import nested
 from diloco.models.decoders.attention import make_attention
 from diloco.models.decoders.config import parse_config
@@ -66,6 +66,21 @@ def test_rows_of_text_alone_mix_with_rows_that_have_images(tmp_path):
     with pytest.raises(TaskError) as caught:
         TokenFolders(str(tmp_path / "pictures"), **told).train(seed=0)
     assert "images" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("side", "word"), [("train", "train-1.npy, which would not"), ("held_out", "no held_out*.npz")]
+)
+def test_a_folder_of_rows_with_images_has_both_sides_and_nothing_else(tmp_path, side, word):
+    np.save(tmp_path / "train-1.npy", np.arange(80, dtype=np.uint16))
+    read(tmp_path)
+    folders = TokenFolders(
+        str(tmp_path), length=LENGTH, vocab=CONFIG.vocab, images=(OPTIONS, CONFIG)
+    )
+    with pytest.raises(DataError) as caught:
+        folders.train(seed=0) if side == "train" else folders.held_out(1)
+    assert word in caught.value.message
+    assert "npz" in caught.value.hint or "weights" in caught.value.hint
 
 
 def moved(axis, by):

@@ -131,11 +131,22 @@ class TokenFolders:
     def _rows(self, number: int, side: Side) -> ImageRows | TextRows | TokenWindows:
         if self._images is None:
             return self._windows(number, side)
-        images, config = self._images
+        (images, config), folder = self._images, self._folders[number]
         assert config.tower is not None
-        if paths := sorted(self._folders[number].glob(f"{side}*.npz")):
-            return ImageRows(paths, length=self._length, config=config, images=images)
-        return TextRows(self._windows(number, side), images, config.tower.patch_width)
+        if not any(folder.glob("*.npz")):
+            return TextRows(self._windows(number, side), images, config.tower.patch_width)
+        if not (paths := sorted(folder.glob(f"{side}*.npz"))):
+            raise DataError(
+                f"{str(folder)!r} has rows with images, but no {side}*.npz",
+                hint="a folder needs train*.npz and held_out*.npz: name some of its files so",
+            )
+        if text := sorted(folder.glob(f"{side}*.npy")):
+            raise DataError(
+                f"{str(folder)!r} has rows with images, and also text, {text[0].name}, which would"
+                " not be read",
+                hint="move it into a folder of its own, and mix the two by weights",
+            )
+        return ImageRows(paths, length=self._length, config=config, images=images)
 
     def _numbers(self) -> range:
         return range(len(self._folders))
