@@ -8,6 +8,7 @@ bus publishes a `Rejection` to a learner "doctor", which stays in the bounded st
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -19,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from diloco.common.process.config import Config, differences, fitted
+from diloco.common.process.credentials import load_credentials
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     BusError,
@@ -138,7 +140,9 @@ async def examine(
     found: list[Finding] = []
     # A file has neither bus nor store to probe.
     file = is_bundle(Path(target))
-    store, probed = (None, []) if file else await asyncio.to_thread(_probe_store, config)
+    # A reader may neither publish nor store: nothing is probed by writing.
+    writes = not file and not _is_reader(config)
+    store, probed = (None, []) if file else await asyncio.to_thread(_probe_store, config, writes)
     found += probed
     try:
         async with open_run(target, name="doctor", reads=True) as run:
@@ -146,7 +150,7 @@ async def examine(
             task = Isolated("diloco.run.model.view:ScoredTask", run.config.settings())
             try:
                 found += _compare(run)
-                found += [] if file else await _probe_bus(run.context)
+                found += await _probe_bus(run.context) if writes else []
                 report.findings = found
                 found += await _examine_run(report, run, task, _Way(deep, told, further))
             finally:
@@ -218,8 +222,17 @@ def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> It
     )  # fmt: skip
 
 
-def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
-    """Writes, reads and deletes an object.
+def _is_reader(config: Config) -> bool:
+    """True if the configuration has a reader's credentials; False too if they cannot be read."""
+    with suppress(ConfigError):
+        path = config.bus.credentials
+        own = None if path is None else load_credentials(Path(path))
+        return own is not None and own.role == "reader"
+    return False
+
+
+def _probe_store(config: Config, writes: bool) -> tuple[ObjectStore | None, list[Finding]]:
+    """Opens the store; with `writes` also writes, reads and deletes an object.
 
     Returns:
         The store (None if it does not exist or cannot be opened), and the findings.
@@ -228,6 +241,8 @@ def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
     store = None
     try:
         store = open_store(config.store.url, emulator=config.store.emulator)
+        if not writes:
+            return store, []
         _round_trip(store, name)
         taken = service_findings.accepts(store, config.store.url)
         return store, [

@@ -50,6 +50,7 @@ RESTARTED = (
     "diloco-aggregator.service",
     "diloco-follow.service",
     "diloco-learner@.service",
+    "diloco-watch.service",
     "nats-server.service",
 )
 USES_STORE = (
@@ -58,6 +59,7 @@ USES_STORE = (
     "diloco-follow.service",
     "diloco-gc.service",
     "diloco-learner@.service",
+    "diloco-watch.service",
 )
 # A folder has one owner, but with DynamicUser= systemd would make another user for each daemon.
 STORE_SYSUSERS = """# For systemd-sysusers: owner of the store's folder, and the daemons' user.

@@ -41,6 +41,7 @@ from diloco.common.storage.bus import StreamLimits
 from diloco.common.storage.bus.jetstream import NatsBus, connect, pull_consumer
 from diloco.common.storage.store import MemoryStore
 from diloco.common.storage.tape import RunContext, publish_once
+from diloco.judge.doctor import examine
 from diloco.operate.auth import guard
 from diloco.operate.auth import nats_config_and_credentials as auth
 from diloco.operate.make_streams import make_streams
@@ -460,6 +461,31 @@ def test_a_reader_reads_everything_and_publishes_nothing(guarded: Guarded, run_a
                 assert (await bus.filled(TAPE)).size_bytes > 0
             after = [await operator.last_sequence(stream) for stream in (TAPE, OPS, LEASES)]
             assert after == before
+
+    run_async(scenario())
+
+
+def test_a_reader_examines_a_run_and_writes_nothing(
+    guarded: Guarded, world: World, run_async: Run
+) -> None:
+    """As the watch does, whose findings are alerts: what it may not do is none."""
+    auth.add(guarded.folder, "screen", "reader")
+    world.create()
+
+    async def last() -> list[int]:
+        async with guarded.enter("operator") as operator:
+            return [await operator.last_sequence(stream) for stream in (TAPE, OPS)]
+
+    async def scenario() -> None:
+        for _ in range(2):
+            guarded.reload()
+            await asyncio.sleep(1.0)
+        path = world.variant("screen", {"bus": guarded.section("screen")})
+        before = await last(), [*world.store.rglob("*")]
+        report = await examine(str(path))
+        assert not [one for one in report.findings if one.severity in ("warning", "error")]
+        assert "the file matches the run" in [one.sentence for one in report.findings]
+        assert (await last(), [*world.store.rglob("*")]) == before
 
     run_async(scenario())
 

@@ -1,4 +1,7 @@
-"""A small task whose batches can be made slow, or hang, from outside; runs in the container."""
+"""A small task whose batches can be made slow, or hang, from outside; runs in the container.
+
+/run/hang stops all learners, /run/hang-NAME one of them.
+"""
 
 import time
 from pathlib import Path
@@ -16,7 +19,7 @@ def build(*, steps, seed):
     def held(learner, position):
         for batch in batches(learner, position):
             time.sleep(0.05)
-            while HANG.exists():
+            while HANG.exists() or HANG.with_name(f"hang-{learner}").exists():
                 time.sleep(0.1)
             if SLOW.exists():
                 time.sleep(SLOW_S)

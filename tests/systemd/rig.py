@@ -19,6 +19,7 @@ AGGREGATOR = "diloco-aggregator.service"
 A, B = "diloco-learner@island-a.service", "diloco-learner@island-b.service"
 NATS = "nats-server.service"
 LOGS = "diloco-logs.service"
+WATCH = "diloco-watch.service"
 CHECKPOINT, GC = "diloco-checkpoint.service", "diloco-gc.service"
 UNITS = Path("/etc/systemd/system")
 TESTS = Path("/opt/src/tests")
@@ -213,7 +214,7 @@ def make_quick():
 
 def report_failure(error, *units):
     print(f"FAILED: {error!r}", flush=True)
-    for unit in (AGGREGATOR, A, B, NATS, CHECKPOINT, GC, LOGS, *units):
+    for unit in (AGGREGATOR, A, B, NATS, CHECKPOINT, GC, LOGS, WATCH, *units):
         print(f"--- {unit}: {show(unit, 'ActiveState')}: {status_text(unit)}")
         print("\n".join(line[:600] for line in journal(unit).splitlines()[-25:]))
         print("\n".join(journal_of_systemd(unit).splitlines()[-8:]))

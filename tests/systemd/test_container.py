@@ -58,7 +58,8 @@ def make_release(folder: Path) -> None:
     (programs / "python").symlink_to(f"/opt/python/bin/{python}")
     program = programs / "diloco"
     program.write_text(
-        f"#!/opt/{folder.name}/bin/python\nfrom diloco.program import main\n\nmain()\n"
+        f"#!/opt/{folder.name}/bin/python\nfrom diloco.program import main\n\n"
+        'if __name__ == "__main__":\n    main()\n'
     )
     program.chmod(0o755)
     server = shutil.which("nats-server", path=sysconfig.get_path("scripts"))

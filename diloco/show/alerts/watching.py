@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from diloco.common.process import log
 from diloco.common.process.config import webhook as webhook_of_environment
 from diloco.common.process.retry import Runtime
 from diloco.common.process.signals import on_signals
@@ -147,7 +148,10 @@ def _print(run: str, notice: Notice, *, json: bool) -> None:
     if json:
         say_json(notice.body(run))
         return
-    say_plainly(f"{time.strftime('%H:%M:%S')} {notice.line(run)}")
+    severity = notice.alert.severity if notice.ended_s is None else "info"
+    # By their priority those who collect the journal hear of alerts too.
+    begun = log.PRIORITIES[severity] if log.in_journal() else time.strftime("%H:%M:%S ")
+    say_plainly(f"{begun}{notice.line(run)}")
     if notice.ended_s is None and notice.alert.advice:
         say_plainly(f"         {notice.alert.advice}")
 
