@@ -40,10 +40,11 @@ class Parameters(NamedTuple):
     """The metadata attribute `diloco`, written by Terraform.
 
     Attributes:
-        role: "nats", "aggregator", "learner", or "keeper", which has no release.
+        role: "nats", "aggregator", "learner", or "keeper".
         name: name of the server, aggregator or learner.
         bucket: the bucket with the release and the files.
-        release: {"object": name, "sha256": hexadecimal digest} of the release's archive.
+        release: {"object": name, "sha256": hexadecimal digest} of the release's archive; {}: none,
+            for a keeper that only keeps groups.
         files: path on the machine -> object.
         secrets: path on the machine -> resource name of a secret's version.
         environment: the content of the unit's environment file.
@@ -51,6 +52,9 @@ class Parameters(NamedTuple):
         kind: kind of the release: "cpu", "cuda" or "tpu".
         groups: for the keeper: the fields of a `keeper.GroupSpec` for each group of learners.
         stop_at: for the keeper: the time (RFC 3339) after which no learner has machines; "": never.
+        budget: for the keeper: {"dollars": when these are spent, no learner has machines,
+            "dollars_hour": what all but learners costs, "uncounted": names of what has no price};
+            None: no budget.
         disk: {"device": the disk of NATS's streams, "folder": its mount point}; None: the machine
             has no such disk.
         data: URL of a folder of prepared data in a bucket, which a learner's machine copies; "":
@@ -68,6 +72,7 @@ class Parameters(NamedTuple):
     kind: str
     groups: Sequence[Mapping[str, object]] = ()
     stop_at: str = ""
+    budget: Mapping[str, object] | None = None
     disk: Mapping[str, str] | None = None
     data: str = ""
 
@@ -108,7 +113,7 @@ class Boot:
             f"{parameters.role} {parameters.name}: {parameters.release.get('object', 'no release')}"
         )
         self.start_units(LOGS, *_ALSO_STARTED.get(parameters.role, ()))
-        if parameters.role == "keeper":
+        if not parameters.release:
             return True
         if parameters.role == "learner":
             self._prepare(parameters.kind, parameters.data)
@@ -214,7 +219,7 @@ class Boot:
         }
         for path, version in parameters.secrets.items():
             contents[path] = (self._google.secret(version), 0o600)
-        if parameters.role != "nats":
+        if parameters.role in ("aggregator", "learner"):
             unit = "aggregator" if parameters.role == "aggregator" else f"learner-{parameters.name}"
             lines = "".join(f"{key}={value}\n" for key, value in parameters.environment.items())
             contents[f"/etc/diloco/{unit}.env"] = (lines.encode(), 0o644)

@@ -20,6 +20,9 @@ from typing import NamedTuple
 FORMAT = 1
 MANIFEST = "diloco/manifest.json"
 
+# The journal's priority of an error, as in sd-daemon(3).
+ERROR = "<3>"
+
 # Seconds after its start for which the units of a new release are checked.
 _TRIAL_S = 30
 
@@ -281,7 +284,7 @@ def run_command(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def say(text: str) -> None:
-    """Prints a line to stdout, and so to the machine's journal."""
-    sys.stdout.write(f"diloco boot: {text}\n")
+def say(text: str, priority: str = "") -> None:
+    """Prints a line to stdout, and so to the machine's journal; `priority` as `ERROR`."""
+    sys.stdout.write(f"{priority}diloco boot: {text}\n")
     sys.stdout.flush()

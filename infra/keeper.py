@@ -8,7 +8,9 @@ of hosts. It does the same with a group of one host that has been lost for a qua
 
 A learner's machine states by a guest attribute that its run has ended (`ended.py`). If all machines
 of a group do, the keeper resizes the group to 0, and does not enlarge it again. From the time
-`stop_at` on, it resizes all groups to 0, until Terraform sets a later time.
+`stop_at` on, and once the run's budget in dollars is spent, it resizes all groups to 0, until
+Terraform sets a later time or a larger budget. It counts what it sees running, by the prices that
+Terraform tells (`Spending`).
 
 Only Terraform changes a group's template and permissions. The keeper's account may change the
 groups and machines of this run, and nothing else. The keeper reads the list of groups from its own
@@ -29,12 +31,18 @@ from typing import Any, NamedTuple
 
 from diloco.infra.cloud import COMPUTE, Google
 from diloco.infra.ended import ATTRIBUTE, ENDED
-from diloco.infra.install_release import say
+from diloco.infra.install_release import ERROR, say
 
 STATE = Path("/var/lib/diloco-keeper/groups.json")
 # Seconds that Google has to recreate a lost machine, or to create a missing one.
 MEND_S = 900.0
 _EVERY_S = 60.0
+# States of an instance for which Google asks nothing; "": it is being created.
+UNPAID = frozenset({"", "PROVISIONING", "STAGING", "STOPPED", "TERMINATED", "SUSPENDED"})
+# Answers and failures of Google's after which the other groups are still checked.
+_FAULTS = (OSError, HTTPException, ValueError, LookupError, TypeError)
+# Spending is printed each time that another such share of the budget is spent.
+_SHARE = 0.1
 # States of an instance that was preempted or stopped, and does not come back by itself.
 GONE = frozenset({"STOPPING", "STOPPED", "TERMINATED", "SUSPENDING", "SUSPENDED"})
 
@@ -48,6 +56,7 @@ class GroupSpec(NamedTuple):
         name: the group's name.
         hosts: the number of machines; 0 while the learner is paused.
         ours: True if the keeper alone recreates the group's machines; False if Google does.
+        dollars_hour: what one machine costs an hour; 0.0 if that is not known.
     """
 
     project: str
@@ -55,6 +64,7 @@ class GroupSpec(NamedTuple):
     name: str
     hosts: int
     ours: bool
+    dollars_hour: float = 0.0
 
     @property
     def url(self) -> str:
@@ -87,6 +97,50 @@ class GroupState(NamedTuple):
         """True if a machine was preempted or stopped, or is missing and not being created."""
         return self.stopped or len(self.states) < self.size
 
+    @property
+    def paid(self) -> int:
+        """The number of machines that Google asks money for."""
+        return sum(state not in UNPAID for state in self.states)
+
+
+class Spending(NamedTuple):
+    """What a run has spent, as far as its prices are known.
+
+    Attributes:
+        dollars: the sum since the keeper's first look.
+        at_s: the time up to which is counted, in seconds since 1970; None: nothing is counted yet.
+        machines: the number of paid machines at that time, by the group's name.
+    """
+
+    dollars: float = 0.0
+    at_s: float | None = None
+    machines: Mapping[str, int] = {}
+
+    def until(
+        self, now_s: float, groups: Sequence[GroupSpec], paid: Mapping[str, int], rest_hour: float
+    ) -> "Spending":
+        """Returns the spending up to `now_s`. Pure.
+
+        Of the two counts of a group's machines, before and now, the larger one is counted for the
+        whole time between: it may be long, as the keeper's own machine may have been away.
+
+        Args:
+            now_s: seconds since 1970; a time before `at_s` counts nothing.
+            groups: the groups, with the prices of their machines.
+            paid: the number of paid machines now, by the group's name; a group that could not be
+                seen has the number of before.
+            rest_hour: dollars an hour of all else.
+        """
+        machines = {one.name: paid.get(one.name, self.machines.get(one.name, 0)) for one in groups}
+        if self.at_s is None:
+            return Spending(self.dollars, now_s, machines)
+        hour = rest_hour + sum(
+            one.dollars_hour * max(machines[one.name], self.machines.get(one.name, 0))
+            for one in groups
+        )
+        hours = max(0.0, now_s - self.at_s) / 3600
+        return Spending(self.dollars + hours * hour, max(now_s, self.at_s), machines)
+
 
 def decide(
     wanted: GroupSpec, seen: GroupState, has_ended: bool, lost_s: float
@@ -117,8 +171,8 @@ class Keeper:
 
     Args:
         google: access as an account that may resize the groups.
-        state: JSON file of what `look` remembers: the groups whose runs have ended, and since when
-            machines of a group have been lost.
+        state: JSON file of what `look` remembers: the groups whose runs have ended, since when
+            machines of a group have been lost, and what was spent.
         clock: returns the time in seconds since 1970.
     """
 
@@ -130,34 +184,79 @@ class Keeper:
         self._clock = clock
 
     def look(self) -> None:
-        """Checks each group once, and resizes it if `decide` or `stop_at` says so.
+        """Checks each group once, and resizes it if `decide`, `stop_at` or the budget says so.
 
         An error with one group is printed, and the other groups are still checked.
         """
         noted = json.loads(self._state.read_text()) if self._state.exists() else {}
         ended, lost = set(noted.get("ended", ())), dict(noted.get("lost", {}))
         told = self._google.parameters()
-        stops = self._clock() >= _seconds(told.get("stop_at"))
-        for wanted in [GroupSpec(**group) for group in told["groups"]]:
-            try:
-                seen = self._see(wanted)
-                since = lost.get(wanted.name, self._clock()) if seen.lost else self._clock()
-                size, over = decide(wanted, seen, wanted.name in ended, self._clock() - since)
-                if stops:
-                    size = 0 if seen.size else None
-                if size is not None:
-                    why = ", its run has ended" if over else ", as stop_at is over" if stops else ""
-                    say(f"{wanted.name}: to {size} machines{why}")
-                    self._google.call(f"{wanted.url}/resize?size={size}", {})
-            except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
-                # Includes malformed answers; other groups are still checked.
-                say(f"{wanted.name}: {error!r}; is looked at again")
+        groups = [GroupSpec(**group) for group in told["groups"]]
+        states = {one.name: seen for one in groups if (seen := self._try_to_see(one)) is not None}
+        spent = Spending(**noted.get("spent", {}))
+        spent, stop = self._account(spent, groups, states, told)
+        for wanted in groups:
+            if (seen := states.get(wanted.name)) is None:
+                continue
+            since = lost.get(wanted.name, self._clock()) if seen.lost else self._clock()
+            size, over = decide(wanted, seen, wanted.name in ended, self._clock() - since)
+            if stop:
+                size = 0 if seen.size else None
+            why = ", its run has ended" if over else stop
+            if size is not None and not self._resize(wanted, size, why):
                 continue
             ended = ended | {wanted.name} if over else ended - {wanted.name}
             lost.pop(wanted.name, None)
             if seen.lost and size is None:
                 lost[wanted.name] = since
-        self._state.write_text(json.dumps({"ended": sorted(ended), "lost": lost}))
+        kept = {"ended": sorted(ended), "lost": lost, "spent": spent._asdict()}
+        part = self._state.with_suffix(".part")
+        part.write_text(json.dumps(kept))
+        part.replace(self._state)
+
+    def _account(
+        self,
+        spent: Spending,
+        groups: Sequence[GroupSpec],
+        states: Mapping[str, GroupState],
+        told: Mapping[str, Any],
+    ) -> tuple[Spending, str]:
+        """Returns (the spending until now, why all groups are to be empty or "").
+
+        Prints the spending whenever another tenth of the budget is spent, and its end as an error.
+        """
+        now_s, budget = self._clock(), told.get("budget")
+        stop = ", as stop_at is over" if now_s >= _seconds(told.get("stop_at")) else ""
+        if not budget:
+            # What was spent before there is a budget is not counted against it.
+            return Spending(), stop
+        paid = {name: seen.paid for name, seen in states.items()}
+        after = spent.until(now_s, groups, paid, budget["dollars_hour"])
+        most = budget["dollars"]
+        uncounted = "".join(f"; not counted: {what}" for what in budget["uncounted"])
+        line = f"${after.dollars:,.2f} of the budget of ${most:,.2f} are spent{uncounted}"
+        over = after.dollars >= most
+        if int(after.dollars / most / _SHARE) > int(spent.dollars / most / _SHARE):
+            say(line, ERROR if over else "")
+        return after, f", as {line}" if over else stop
+
+    def _try_to_see(self, wanted: GroupSpec) -> GroupState | None:
+        """Returns the group as it is; None, and prints the error, if Google does not say."""
+        try:
+            return self._see(wanted)
+        except _FAULTS as error:
+            say(f"{wanted.name}: {error!r}; is looked at again")
+            return None
+
+    def _resize(self, wanted: GroupSpec, size: int, why: str) -> bool:
+        """Resizes a group, and prints why; returns False, and prints the error, if that fails."""
+        try:
+            say(f"{wanted.name}: to {size} machines{why}")
+            self._google.call(f"{wanted.url}/resize?size={size}", {})
+        except _FAULTS as error:
+            say(f"{wanted.name}: {error!r}; is looked at again")
+            return False
+        return True
 
     def _see(self, wanted: GroupSpec) -> GroupState:
         size = int(self._google.call(wanted.url)["targetSize"])

@@ -19,7 +19,7 @@ MONTH_DAYS = 365.25 / 12
 # The machines of infra/terraform: servers of the bus, aggregators, a keeper, and GiB of disks.
 BUS_NODES, BUS_MACHINE, BUS_BOOT_GIB, BUS_STREAMS_GIB = 3, "e2-standard-2", 20, 50
 AGGREGATORS, AGGREGATOR_DISK_GIB = 2, 50
-KEEPER_MACHINE, KEEPER_DISK_GIB = "e2-micro", 20
+KEEPER_MACHINE, KEEPER_DISK_GIB = "e2-medium", 20
 DISK, STREAMS_DISK = "pd-balanced", "pd-ssd"
 # The series of an aggregator's machine, and its GB for each core.
 AGGREGATOR_CLASS, CORE_GB = "n2-highmem", 8

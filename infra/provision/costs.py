@@ -6,7 +6,7 @@ Not included: the bucket's storage, operations and traffic, which depend on the 
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diloco.infra.provision.fleet import FleetFile, FleetLearner, chips_of, hosts_of, region_of
 from diloco.infra.provision.known import Known
@@ -85,7 +85,7 @@ def _gateways(fleet: FleetFile, prices: Prices) -> ResourceCost:
 
 def _secrets(fleet: FleetFile, prices: Prices) -> ResourceCost:
     holders = len(fleet.nats.zones) + len(fleet.aggregators) + len(fleet.learners)
-    count = holders + fleet.hourly_checkpoints
+    count = holders + fleet.hourly_checkpoints + fleet.keeper + (fleet.webhook_file is not None)
     return ResourceCost(f"secrets: {count}", count * prices.secret / MONTH_DAYS)
 
 
@@ -97,6 +97,13 @@ def _machines(count: int, machine: str, name: str, known: Known, prices: Prices)
 
 
 def _learner(name: str, learner: FleetLearner, known: Known, prices: Prices) -> ResourceCost:
+    found = _by_list(name, learner, known, prices)
+    if found.dollars is None and learner.dollars_hour is not None:
+        return found._replace(dollars=24 * hosts_of(learner) * learner.dollars_hour)
+    return found
+
+
+def _by_list(name: str, learner: FleetLearner, known: Known, prices: Prices) -> ResourceCost:
     if learner.kind == "cpu" and not learner.spot:
         return _machines(1, str(learner.machine_type), name, known, prices)
     way = "spot" if learner.spot else "of a reservation" if learner.reservation else "on demand"
@@ -106,6 +113,36 @@ def _learner(name: str, learner: FleetLearner, known: Known, prices: Prices) -> 
         count, what = 1, str(learner.machine_type)
     hour = prices.chips.get(learner.kind) if way == "on demand" else None
     return ResourceCost(f"{name}: {count} {what}, {way}", 24 * count * hour if hour else None)
+
+
+def budget_variable(
+    fleet: FleetFile, aggregators: Mapping[str, str | None], known: Known, prices: Prices
+) -> dict[str, Any] | None:
+    """Returns what the keeper counts a fleet's spending by; None without a budget.
+
+    The arguments are those of `fleet_costs`. The keys are those of the variable `budget` in
+    infra/terraform/variables.tf.
+    """
+    if fleet.budget is None:
+        return None
+    of_learners = {name: _learner(name, one, known, prices) for name, one in fleet.learners.items()}
+    costs = fleet_costs(fleet, aggregators, known, prices)
+    rest = [one.dollars or 0.0 for one in costs if one not in of_learners.values()]
+    uncounted = [one for one in of_learners.values() if one.dollars is None]
+    uncounted += [one for one in costs if one.dollars is None and one not in uncounted]
+    names = [one.what for one in uncounted]
+    if not fleet.budget.traffic_dollars_day:
+        names.append("the bucket and its traffic")
+    return {
+        "dollars": fleet.budget.dollars,
+        "dollars_hour": (sum(rest) + fleet.budget.traffic_dollars_day) / 24,
+        "learners": {
+            name: one.dollars / 24 / hosts_of(fleet.learners[name])
+            for name, one in of_learners.items()
+            if one.dollars is not None
+        },
+        "uncounted": names,
+    }
 
 
 def _disks(fleet: FleetFile, prices: Prices) -> Iterator[ResourceCost]:

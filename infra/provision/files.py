@@ -13,10 +13,13 @@ from diloco.infra.install_release import ReleaseRefused, manifest_of
 from diloco.infra.provision.certificates import check_certificates
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, region_of
 from diloco.operate.auth.nats_config_and_credentials import OPERATOR, identities, public_key
+from diloco.show.alerts.webhook import Webhook
 
 # Words that Google does not allow in a project's id.
 RESTRICTED = ("google", "null", "undefined", "ssl")
 INSTALLED_AT, STREAMS_AT = "/etc/nats", "/var/lib/nats/jetstream"
+# The reader whose credentials the watch on the keeper's machine has.
+WATCH = "watch"
 # The architecture of the default images, and of every machine with TPUs.
 ARCHITECTURE = "x86_64"
 # The sections of a run's file that Terraform writes, with stand-ins for the mandatory keys.
@@ -101,6 +104,27 @@ def check_releases(fleet: FleetFile, paths: dict[str, Path]) -> Iterator[FleetFi
             )
 
 
+def check_webhook(path: Path | None) -> Iterator[FleetFinding]:
+    """Yields a finding if the file of the webhook cannot be read, or names none; None: no file.
+
+    The URL is a secret, and no finding shows it.
+    """
+    if path is None:
+        return
+    try:
+        found = re.search(r"^DILOCO_WEBHOOK_URL=(\S+)$", path.read_text(), re.MULTILINE)
+        if found is None:
+            yield FleetFinding(
+                f"webhook_file: {path} has no line DILOCO_WEBHOOK_URL=https://..., without quotes"
+            )
+        else:
+            Webhook(found[1])
+    except (OSError, UnicodeDecodeError) as error:
+        yield FleetFinding(f"webhook_file: cannot read {path}: {error}")
+    except ConfigError as error:
+        yield FleetFinding(f"webhook_file: {path}: {error.message}")
+
+
 def check_auth(fleet: FleetFile, folder: Path, run: str) -> Iterator[FleetFinding]:
     """Yields a finding for whatever the folder of `diloco auth` lacks for this fleet.
 
@@ -118,6 +142,8 @@ def check_auth(fleet: FleetFile, folder: Path, run: str) -> Iterator[FleetFindin
         return
     wanted: dict[str, str] = dict.fromkeys(fleet.aggregators, "aggregator")
     wanted |= dict.fromkeys(fleet.learners, "learner")
+    if fleet.keeper:
+        wanted[WATCH] = "reader"
     for name, role in wanted.items():
         if known.get(name) != role:
             has = f"those of a {known[name]}" if name in known else "none"

@@ -169,6 +169,13 @@ Member = Annotated[
         "a known person or group, such as user:ann@example.org or group:team@example.org",
     ),
 ]
+BillingAccount = Annotated[
+    str,
+    _shape(
+        "[0-9A-F]{6}-[0-9A-F]{6}-[0-9A-F]{6}",
+        "a billing account's id, such as 012345-6789AB-CDEF01",
+    ),
+]
 LabelKey = Annotated[
     str,
     _shape(
@@ -262,6 +269,7 @@ class FleetLearner(FileSection):
         machine_type: type of a machine without accelerators; None with accelerators.
         spot: whether machines are preemptible.
         reservation: the reservation that machines are from; None: none.
+        dollars_hour: what one of its machines costs an hour, where no list price is known.
         flex_start_hours: longest time in hours for which flex-start machines run; None: machines
             are not flex-start.
         image: image of the boot disk; None: the default of the kind.
@@ -280,6 +288,7 @@ class FleetLearner(FileSection):
     spot: bool = False
     reservation: Reservation | None = None
     flex_start_hours: Annotated[int, Field(ge=1, le=168)] | None = None
+    dollars_hour: Annotated[float, Field(gt=0)] | None = None
     image: Image | None = None
     disk_gib: Disk = 100
     warm_start: bool = False
@@ -314,6 +323,22 @@ def chips_of(learner: FleetLearner) -> int:
 def hosts_of(learner: FleetLearner) -> int:
     """Returns the number of a learner's machines, as infra/terraform/modules/learner counts."""
     return 1 if learner.topology is None else max(1, chips_of(learner) // CHIPS_OF_HOST)
+
+
+class Budget(FileSection):
+    """What the run may cost.
+
+    Attributes:
+        dollars: once these are spent, the keeper deletes all machines of learners.
+        traffic_dollars_day: dollars a day of the bucket and its traffic, as `diloco plan --regions`
+            counts them; 0: they are not counted.
+        billing_account: id of the billing account, for a budget of Google's that tells people too;
+            None: no such budget.
+    """
+
+    dollars: Annotated[float, Field(gt=0)]
+    traffic_dollars_day: Annotated[float, Field(ge=0)] = 0.0
+    billing_account: BillingAccount | None = None
 
 
 class Backstops(FileSection):
@@ -361,6 +386,9 @@ class FleetFile(FileSection):
         paused: whether no learner has machines for now.
         keeper: whether a machine recreates learners' lost machines (infra/keeper.py).
         stop_at: time in UTC from which on the keeper deletes all machines of learners.
+        budget: dollars after which the keeper deletes all machines of learners.
+        webhook_file: path of a file with the line DILOCO_WEBHOOK_URL=https://..., to which the
+            keeper's machine posts the run's alerts.
         notification_channels: channels of Cloud Monitoring that get alerts of errors in the logs.
         operators: people and groups that may operate the run.
         metrics_port: TCP port of the daemons' metrics.
@@ -387,6 +415,8 @@ class FleetFile(FileSection):
     paused: bool = False
     keeper: bool = True
     stop_at: Annotated[str, BeforeValidator(_moment)] | None = None
+    budget: Budget | None = None
+    webhook_file: FilePath | None = None
     notification_channels: list[Channel] = []
     operators: list[Member] = []
     metrics_port: Annotated[int, Field(ge=1024, le=65535)] = 9464
@@ -396,9 +426,10 @@ class FleetFile(FileSection):
     allow_unlisted: bool = False
 
     @model_validator(mode="after")
-    def _stopped_by_the_keeper(self) -> "FleetFile":
-        if self.stop_at and not self.keeper:
-            raise ValueError("stop_at needs the keeper, which takes the machines: keeper = true")
+    def _done_by_the_keeper(self) -> "FleetFile":
+        for key in ("stop_at", "budget", "webhook_file"):
+            if getattr(self, key) and not self.keeper:
+                raise ValueError(f"{key} needs the keeper's machine: keeper = true")
         return self
 
     def bucket(self) -> str:

@@ -25,7 +25,7 @@ LIVENESS_PORT = 9463
 TPU_PORTS = range(8470, 8491)
 # The number of addresses of a range that Google reserves.
 OF_GOOGLE = 4
-_RESERVED = ("operator", "guard", "keeper")
+_RESERVED = ("operator", "guard", "keeper", "watch")
 _NODE = re.compile(r"nats-[0-9]+")
 _CUBE = (4, 8, 12, 16, 20, 24)
 _SMALL = ("2x2x2", "2x2x4", "2x4x4")

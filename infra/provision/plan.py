@@ -11,8 +11,14 @@ from diloco.common.process.config import Config, RunSettings
 from diloco.common.protocol.errors import ConfigError
 from diloco.infra.provision.building import ONE_DEVICE, check_run, model_or_fault
 from diloco.infra.provision.check_machines import check_machines
-from diloco.infra.provision.costs import ResourceCost, fleet_costs
-from diloco.infra.provision.files import check_auth, check_names, check_releases, read_run
+from diloco.infra.provision.costs import ResourceCost, budget_variable, fleet_costs
+from diloco.infra.provision.files import (
+    check_auth,
+    check_names,
+    check_releases,
+    check_webhook,
+    read_run,
+)
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, chips_of, read_fleet
 from diloco.infra.provision.known import Known, known
 from diloco.infra.provision.places import check_places
@@ -21,7 +27,14 @@ from diloco.plan.costs import REST_BYTES
 from diloco.plan.inputs import read_prices
 from diloco.plan.traffic import equal_fragments, sizes
 
-_FILES = ("run_toml", "auth_folder")
+_FILES = ("run_toml", "auth_folder", "webhook_file")
+# Keys of the fleet's file that Terraform does not have, or has otherwise.
+_NOT_TERRAFORMS: dict[str, Any] = {
+    "parameters": True,
+    "allow_unlisted": True,
+    "budget": True,
+    "learners": {"__all__": {"dollars_hour"}},
+}
 
 
 class Checked(NamedTuple):
@@ -51,12 +64,14 @@ def check(path: Path) -> Checked:
     """
     fleet = read_fleet(path)
     table = known()
-    files = {key: (path.parent / getattr(fleet, key)).absolute() for key in _FILES}
+    given_files = {key: file for key in _FILES if (file := getattr(fleet, key))}
+    files = {key: (path.parent / file).absolute() for key, file in given_files.items()}
     releases = {
         kind: (path.parent / file).absolute() for kind, file in fleet.releases if file is not None
     }
     findings = [*check_places(fleet, table), *check_machines(fleet, table)]
     findings += check_releases(fleet, releases)
+    findings += check_webhook(files.get("webhook_file"))
     try:
         config = read_run(files["run_toml"])
     except ConfigError as error:
@@ -74,10 +89,17 @@ def check(path: Path) -> Checked:
         return checked
     given: dict[str, Any] = {key: str(file) for key, file in files.items()} | {"run": run}
     given["releases"] = {kind: str(file) for kind, file in releases.items()}
-    named = machines(fleet, table, needed)
-    return checked._replace(
+    named, prices = machines(fleet, table, needed), read_prices(None)
+    if (budget := budget_variable(fleet, named, table, prices)) is not None:
+        given["budget"] = budget
+        findings += [
+            FleetFinding(f"budget: not counted: {what}", refused=False)
+            for what in budget["uncounted"]
+        ]
+    return Checked(
+        findings,
         variables=_variables(fleet, given, named),
-        costs=fleet_costs(fleet, named, table, read_prices(None)),
+        costs=fleet_costs(fleet, named, table, prices),
     )
 
 
@@ -110,7 +132,9 @@ def _variables(
         given: values that are not in the file, or are paths relative to it.
         found: machine type of each aggregator, by name.
     """
-    document = fleet.model_dump(exclude={"parameters", "allow_unlisted"}, exclude_none=True)
+    document = fleet.model_dump(exclude=_NOT_TERRAFORMS, exclude_none=True)
+    if fleet.budget is not None and fleet.budget.billing_account is not None:
+        document["billing_account"] = fleet.budget.billing_account
     for name, machine in found.items():
         document["aggregators"][name]["machine_type"] = machine
     return document | given | {"bucket_location": fleet.bucket()}

@@ -89,6 +89,13 @@ locals {
     "/etc/diloco/ca.pem"   = google_storage_bucket_object.authority.name
   }
 
+  # What APIs are for.
+  services = concat([
+    "cloudresourcemanager.googleapis.com", "compute.googleapis.com", "iam.googleapis.com",
+    "iap.googleapis.com", "logging.googleapis.com", "monitoring.googleapis.com", "oslogin.googleapis.com",
+    "secretmanager.googleapis.com", "storage.googleapis.com", "tpu.googleapis.com",
+  ], var.billing_account == null ? [] : ["billingbudgets.googleapis.com"])
+
   store_url = "gs://${module.objects.name}"
   run_toml  = <<-EOT
     ${trimspace(file(var.run_toml))}
@@ -117,11 +124,7 @@ locals {
 }
 
 resource "google_project_service" "this" {
-  for_each = toset([
-    "cloudresourcemanager.googleapis.com", "compute.googleapis.com", "iam.googleapis.com",
-    "iap.googleapis.com", "logging.googleapis.com", "monitoring.googleapis.com", "oslogin.googleapis.com",
-    "secretmanager.googleapis.com", "storage.googleapis.com", "tpu.googleapis.com",
-  ])
+  for_each           = toset(local.services)
   service            = each.key
   disable_on_destroy = false
 }
@@ -290,7 +293,7 @@ module "learner" {
   labels           = local.labels
 }
 
-# Mends what Google does not, and lets go what has ended.
+# Mends what Google does not, lets go what has ended, stops what is spent, and watches the run.
 module "keeper" {
   source  = "./modules/keeper"
   count   = var.keeper ? 1 : 0
@@ -304,8 +307,20 @@ module "keeper" {
     name    = learner.group.name
     hosts   = learner.group.target_size
     ours    = learner.bulk
+
+    dollars_hour = try(var.budget.learners[name], 0)
   }]
-  stop_at        = var.stop_at
+  stop_at = var.stop_at
+  budget = var.budget == null ? null : {
+    dollars      = var.budget.dollars
+    dollars_hour = try(coalesce(var.budget.dollars_hour), 0)
+    uncounted    = try(coalesce(var.budget.uncounted), [])
+  }
+  bucket         = module.objects.name
+  auth_folder    = var.auth_folder
+  webhook_file   = var.webhook_file
+  boot           = local.boot["cpu"]
+  files          = local.files
   subnetwork     = module.network.subnetworks[local.nats_regions[0]]
   tag            = local.tags.keeper
   startup_script = local.startup_script
@@ -333,6 +348,43 @@ resource "google_monitoring_alert_policy" "errors" {
     auto_close = "1800s"
     notification_rate_limit {
       period = "300s"
+    }
+  }
+
+  depends_on = [google_project_service.this]
+}
+
+# A second line beside the keeper's count: it sees every dollar of the project, hours later, and stops
+# nothing. Its API refuses a person's credentials without a project that its requests are counted in.
+resource "google_billing_budget" "this" {
+  count           = var.billing_account == null ? 0 : 1
+  provider        = google.billing
+  billing_account = var.billing_account
+  display_name    = local.name
+
+  budget_filter {
+    projects        = ["projects/${var.project}"]
+    calendar_period = "MONTH"
+  }
+
+  amount {
+    specified_amount {
+      currency_code = "USD"
+      units         = tostring(ceil(var.budget.dollars))
+    }
+  }
+
+  dynamic "threshold_rules" {
+    for_each = [0.5, 0.9, 1]
+    content {
+      threshold_percent = threshold_rules.value
+    }
+  }
+
+  dynamic "all_updates_rule" {
+    for_each = length(var.notification_channels) > 0 ? [var.notification_channels] : []
+    content {
+      monitoring_notification_channels = all_updates_rule.value
     }
   }
 

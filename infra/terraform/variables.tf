@@ -194,8 +194,8 @@ variable "aggregators" {
   }
 
   validation {
-    condition     = alltrue([for name in keys(var.aggregators) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard", "keeper"], name)])
-    error_message = "Names of aggregators must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator, guard or keeper."
+    condition     = alltrue([for name in keys(var.aggregators) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard", "keeper", "watch"], name)])
+    error_message = "Names of aggregators must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator, guard, keeper or watch."
   }
 
   validation {
@@ -248,8 +248,8 @@ variable "learners" {
   }
 
   validation {
-    condition     = alltrue([for name in keys(var.learners) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard", "keeper"], name)])
-    error_message = "Names of learners must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator, guard or keeper."
+    condition     = alltrue([for name in keys(var.learners) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard", "keeper", "watch"], name)])
+    error_message = "Names of learners must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator, guard, keeper or watch."
   }
 
   validation {
@@ -348,9 +348,14 @@ variable "paused" {
 }
 
 variable "keeper" {
-  description = "Whether a small machine makes preempted spot slices of several hosts anew, which Google does not, and takes the machines of learners whose run has ended."
+  description = "Whether a small machine makes preempted spot slices of several hosts anew, which Google does not, takes the machines of learners whose run has ended, and watches the run (diloco watch)."
   type        = bool
   default     = true
+
+  validation {
+    condition     = !var.keeper || fileexists("${var.auth_folder}/credentials/watch.toml")
+    error_message = "The watch on the keeper's machine has no credentials in auth_folder; make them with: diloco auth add-reader FOLDER watch"
+  }
 }
 
 variable "stop_at" {
@@ -366,6 +371,62 @@ variable "stop_at" {
   validation {
     condition     = var.stop_at == "" || var.keeper
     error_message = "stop_at needs the keeper, which takes the machines: keeper = true."
+  }
+}
+
+variable "budget" {
+  description = <<-EOT
+    dollars for the whole run: once they are spent, the keeper takes all machines of learners, until there are more.
+    It counts what runs, by dollars_hour of one machine of each of learners, and dollars_hour of all else;
+    uncounted names what has no price. diloco host provision writes these from its prices.
+  EOT
+  type        = any # An object type would drop a key that it does not know.
+  default     = null
+
+  validation {
+    condition = var.budget == null || try(
+      length(setsubtract(keys(var.budget), ["dollars", "dollars_hour", "learners", "uncounted"])) == 0
+      && var.budget.dollars > 0 && try(var.budget.dollars_hour, 0) >= 0
+      && length(setsubtract(keys(try(var.budget.learners, {})), keys(var.learners))) == 0
+    , false)
+    error_message = "budget takes dollars, more than 0, with dollars_hour, learners (prices by the names of learners) and uncounted."
+  }
+
+  validation {
+    condition     = var.budget == null || var.keeper
+    error_message = "budget needs the keeper, which takes the machines: keeper = true."
+  }
+}
+
+variable "billing_account" {
+  description = "Billing account in which a budget of Google Cloud's tells people, too, what a month of the project costs; who applies needs billing.budgets.create there."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.billing_account == null || can(regex("^[0-9A-F]{6}-[0-9A-F]{6}-[0-9A-F]{6}$", coalesce(var.billing_account, "-")))
+    error_message = "billing_account must be an id such as 012345-6789AB-CDEF01, as gcloud billing accounts list prints it."
+  }
+
+  validation {
+    condition     = var.billing_account == null || var.budget != null
+    error_message = "billing_account needs a budget, whose dollars it is told."
+  }
+}
+
+variable "webhook_file" {
+  description = "Path of a file with the line DILOCO_WEBHOOK_URL=https://..., to which the watch on the keeper's machine posts alerts. It goes to Secret Manager, and neither to the plan nor to the state."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.webhook_file == null || try(can(regex("(?m)^DILOCO_WEBHOOK_URL=https?://[^ \"']+$", file(var.webhook_file))), false)
+    error_message = "webhook_file must be the path of a file with the line DILOCO_WEBHOOK_URL=https://..., without quotes."
+  }
+
+  validation {
+    condition     = var.webhook_file == null || var.keeper
+    error_message = "webhook_file needs the keeper, on whose machine the watch runs: keeper = true."
   }
 }
 

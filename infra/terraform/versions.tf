@@ -13,3 +13,10 @@ terraform {
 provider "google" {
   project = var.project
 }
+
+provider "google" {
+  alias                 = "billing"
+  project               = var.project
+  billing_project       = var.project
+  user_project_override = true
+}

@@ -196,6 +196,30 @@ def test_a_learner_waits_for_its_data_which_its_machine_copies(
     assert after == "[Unit]\nRequires=diloco-data.service\nAfter=diloco-data.service\n"
 
 
+def test_the_keepers_machine_watches_the_run_too(machine: Machine, cloud: Cloud) -> None:
+    webhook = "projects/p/secrets/webhook/versions/latest"
+    cloud.secrets[webhook] = b"DILOCO_WEBHOOK_URL=https://hooks.example.org/s3cr3t\n"
+    cloud.parameters |= {
+        "role": "keeper", "name": "keeper", "environment": {}, "units": ["diloco-watch.service"],
+        "secrets": {"/etc/diloco/watch.env": webhook}, "groups": [], "stop_at": "",
+        "budget": {"dollars": 5.0, "dollars_hour": 1.0, "uncounted": []},
+    }  # fmt: skip
+    commands = machine.boot()
+    # The keeper needs no release, and begins before there is one.
+    keeps = f"systemctl enable --now {google_units.LOGS} {google_units.KEEPER}"
+    assert commands[:2] == ["systemctl daemon-reload", keeps]
+    assert commands[-2:] == [
+        "systemctl enable diloco-watch.service",
+        "systemctl restart --no-block diloco-watch.service",
+    ]
+    etc = machine.root / "etc/diloco"
+    assert (etc / "watch.env").read_bytes() == cloud.secrets[webhook]
+    assert mode(etc / "watch.env") == 0o600
+    assert sorted(path.name for path in etc.iterdir()) == ["run.toml", "watch.env"]
+    cloud.parameters["release"] = {}
+    assert machine.boot() == commands[:2]
+
+
 def test_of_two_boots_at_once_the_second_waits(machine: Machine) -> None:
     """Each would else start a unit whose files the other is about to write."""
     order: list[int] = []

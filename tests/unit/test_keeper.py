@@ -13,7 +13,7 @@ import pytest
 from diloco.infra import keeper
 from diloco.infra.cloud import Google
 from diloco.infra.ended import ATTRIBUTE, DROP_IN, ENDED, STATUS
-from diloco.infra.keeper import GroupSpec, GroupState, Keeper, decide
+from diloco.infra.keeper import GroupSpec, GroupState, Keeper, Spending, decide
 
 RUNS = ("RUNNING",) * 4
 SLICE = GroupSpec("p", "z", "diloco-demo-slice", 4, ours=True)
@@ -84,6 +84,7 @@ class Compute:
         self.sizes: dict[str, int] = {}
         self.ended: set[str] = set()
         self.stop_at = ""
+        self.budget: dict[str, Any] | None = None
         self.wanted: list[dict[str, Any]] = []
         self.refused = ""
         self.answers: tuple[int, bytes] = 403, b"{}"
@@ -111,7 +112,7 @@ class Compute:
 
     def answer(self, path: str) -> tuple[int, Any]:
         if path == "/m/attributes/diloco":
-            return 200, {"groups": self.wanted, "stop_at": self.stop_at}
+            return 200, {"groups": self.wanted, "stop_at": self.stop_at, "budget": self.budget}
         if path.startswith("/m/"):
             return 200, {"access_token": "t"}
         path, _, query = path.partition("?")
@@ -137,10 +138,9 @@ class Compute:
             return 200, {}
         return 200, {"targetSize": self.sizes[name]}
 
-    def add(self, name: str, hosts: int, *, ours: bool = True) -> None:
-        self.wanted.append(
-            {"project": "p", "zone": "z", "name": name, "hosts": hosts, "ours": ours}
-        )
+    def add(self, name: str, hosts: int, *, ours: bool = True, dollars_hour: float = 0.0) -> None:
+        told = {"project": "p", "zone": "z", "name": name, "hosts": hosts, "ours": ours}
+        self.wanted.append(told | {"dollars_hour": dollars_hour})
         self.sizes[name], self.groups[name] = hosts, ["RUNNING"] * hosts
 
 
@@ -210,6 +210,77 @@ def test_after_the_time_to_stop_no_learner_has_machines_until_that_is_later(
     for _ in range(2):
         kept.look()
         assert compute.sizes == {"slice": 2, "over": 0}
+
+
+def test_what_is_spent_are_machines_times_hours_and_the_rest() -> None:
+    groups = [SLICE._replace(dollars_hour=10.0), ONE._replace(name="one", dollars_hour=1.0)]
+    begun = Spending().until(1000.0, groups, {"diloco-demo-slice": 4, "one": 1}, 3.0)
+    assert begun == Spending(0.0, 1000.0, {"diloco-demo-slice": 4, "one": 1})
+    # The slice went meanwhile, nobody knows when; the other could not be seen.
+    hour = begun.until(4600.0, groups, {"diloco-demo-slice": 0}, 3.0)
+    assert hour == Spending(44.0, 4600.0, {"diloco-demo-slice": 0, "one": 1})
+    assert hour.until(8200.0, groups, {"diloco-demo-slice": 0, "one": 1}, 3.0).dollars == 48.0
+    # A clock that was set back counts no time twice.
+    back = hour.until(1000.0, groups, {}, 3.0)
+    assert (back.dollars, back.at_s) == (44.0, 4600.0)
+
+
+def test_machines_that_google_asks_nothing_for_are_not_paid() -> None:
+    states = ("RUNNING", "STOPPING", "REPAIRING", "", "PROVISIONING", "STAGING", "TERMINATED")
+    assert GroupState(7, states, 0).paid == 3
+
+
+def test_once_the_budget_is_spent_no_learner_has_machines_until_there_is_more(
+    compute: Compute, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 1000.0
+    compute.budget = {"dollars": 200.0, "dollars_hour": 8.0, "uncounted": ["east: spot"]}
+    compute.add("slice", 4, dollars_hour=10.0)
+    compute.add("east", 1)
+
+    def look() -> str:
+        """As after a restart: what was spent is in the file."""
+        Keeper(Google(f"{compute.url}m/"), tmp_path / "groups.json", lambda: now).look()
+        return capsys.readouterr().out
+
+    assert look() == ""
+    for _ in range(4):
+        now += 3600
+        assert "of the budget of $200.00 are spent; not counted: east: spot" in look()
+        assert compute.sizes == {"slice": 4, "east": 1}
+    now += 600  # 4 hours and 10 minutes at 48 dollars an hour
+    said = look()
+    assert "<3>diloco boot: $200.00 of the budget of $200.00 are spent" in said
+    assert "slice: to 0 machines, as $200.00 of the budget" in said
+    assert compute.sizes == {"slice": 0, "east": 0}
+    compute.answer("/c/projects/p/zones/z/instanceGroupManagers/slice/resize?size=4")
+    look()
+    assert compute.sizes == {"slice": 0, "east": 0}  # An apply after the stop.
+    now += 3600
+    # Of what goes on to cost beside learners it tells again, each tenth of the budget.
+    assert "<3>diloco boot: $248.00 of the budget" in look()
+    compute.budget = compute.budget | {"dollars": 300.0}
+    look()
+    assert compute.sizes == {"slice": 4, "east": 1}
+    spent = json.loads((tmp_path / "groups.json").read_text())["spent"]["dollars"]
+    # After the stop machines were seen once more, and the rest goes on.
+    assert spent == pytest.approx(200.0 + 4 * 10.0 + 1 * 8.0)
+
+
+def test_what_cannot_be_seen_is_counted_as_before(compute: Compute, tmp_path: Path) -> None:
+    now = 0.0
+    compute.budget = {"dollars": 100.0, "dollars_hour": 0.0, "uncounted": []}
+    compute.add("slice", 2, dollars_hour=25.0)
+    compute.add("other", 1)
+    kept = Keeper(Google(f"{compute.url}m/"), tmp_path / "groups.json", lambda: now)
+    kept.look()
+    compute.refused = "slice"
+    now = 7200.0
+    kept.look()
+    assert compute.sizes == {"slice": 2, "other": 0}
+    compute.refused = ""
+    kept.look()
+    assert compute.sizes == {"slice": 0, "other": 0}
 
 
 def test_a_refusal_keeps_it_from_no_other_group(

@@ -689,7 +689,7 @@ def test_machines_are_those_that_are_made():
     assert costs.aggregator_cores(table, made) == 32
     aggregators = 2 * 24 * (32 * 0.031611 + 256 * 0.004237)
     assert aggregators == pytest.approx(100.6, abs=0.05)
-    others = 24 * (3 * 0.067006 + 0.008376)
+    others = 24 * (3 * 0.067006 + 0.033503)
     assert cheapest.machines == pytest.approx(aggregators + others)
     month = (100 + 60 + 20) * 0.10 + 150 * 0.17
     assert cheapest.disks == pytest.approx(month / costs.MONTH_DAYS)

@@ -43,7 +43,7 @@ BY_USE = {
     "compute_resource_policy", "monitoring_alert_policy", "storage_bucket", "storage_bucket_object",
 }  # fmt: skip
 FREE = {
-    "compute_address", "compute_disk_resource_policy_attachment", "compute_firewall",
+    "billing_budget", "compute_address", "compute_disk_resource_policy_attachment", "compute_firewall",
     "compute_health_check", "compute_network", "compute_router", "compute_subnetwork",
     "project_iam_custom_role", "project_iam_member", "project_service", "secret_manager_secret",
     "secret_manager_secret_iam_member", "service_account", "service_account_iam_member",
@@ -59,6 +59,7 @@ def make_auth(folder: Path, **changed: Any) -> None:
         auth.add(folder, name, "aggregator")
     for name in learners:
         auth.add(folder, name, "learner")
+    auth.add(folder, "watch", "reader")
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +250,10 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
         put("learners/guard", SLICE),
         "what the run calls its own",
     ),
+    "the watch as learner": (
+        put("learners/watch", SLICE),
+        "what the run calls its own",
+    ),
     "a server as learner": (
         put("learners/nats-1", SLICE),
         "what the run calls its own",
@@ -423,6 +428,35 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
         "those of a aggregator",
     ),
     "another's credentials": (swapped, "is not of the learner 'east'"),
+    "no credentials of the watch": (
+        lambda _, place: auth.revoke(place / "auth", "watch") and None,
+        "add-reader",
+    ),
+    "a webhook that is not there": (put("webhook_file", "none.env"), "webhook_file: cannot read"),
+    "a webhook without its key": (put("webhook_file", "run.toml"), "no line DILOCO_WEBHOOK_URL="),
+    "a webhook that is no URL": (
+        lambda document, place: (
+            (place / "hook.env").write_text("DILOCO_WEBHOOK_URL=hooks.example.org\n")
+            and document.update(webhook_file="hook.env")
+        ),
+        "is not an HTTP URL",
+    ),
+    "a webhook and nobody who watches": (
+        lambda document, _: document.update(webhook_file="run.toml", keeper=False),
+        "webhook_file needs the keeper's machine",
+    ),
+    "a budget of nothing": (put("budget", {"dollars": 0}), "budget.dollars"),
+    "a budget without dollars": (put("budget", {}), "budget.dollars"),
+    "a typo in a budget": (put("budget", {"dollars": 5, "a_day": 1}), "budget.a_day"),
+    "a billing account of words": (
+        put("budget", {"dollars": 5, "billing_account": "mine"}),
+        "012345-6789AB-CDEF01",
+    ),
+    "a budget that nobody keeps": (
+        lambda document, _: document.update(budget={"dollars": 5}, keeper=False),
+        "budget needs the keeper's machine",
+    ),
+    "a machine for nothing": (learner(chips=4, dollars_hour=0), "dollars_hour"),
     "credentials that are gone": (gone("auth/credentials/east.toml"), "no credentials file"),
     "credentials that all can read": (open_to_all, "others can read it"),
     # The releases.
@@ -601,11 +635,11 @@ def test_the_costs_are_those_of_every_resource_that_is_made(tmp_path: Path) -> N
         archive_of(tmp_path / f"{kind}.tar.gz", kind=kind)
     shutil.copy(EXAMPLES / "gemma-12b-run.toml", tmp_path / "run.toml")
     found = check(write(tmp_path, document)).costs
-    hours = 3 * 0.067006 + 2 * 2.096192 + 0.008376 + 128 * 4.20 + 128 * 2.70
+    hours = 3 * 0.067006 + 2 * 2.096192 + 0.033503 + 128 * 4.20 + 128 * 2.70
     # Of four regions the first has three servers, two aggregators and the keeper besides.
     hours += (22 + 16 + 16 + 16) * 0.0014 + 4 * 0.005
     month = (3 * 20 + 2 * 50 + 20 + 32 * 100) * 0.10 + 32 * 100 * 0.08 + 3 * 50 * 0.17
-    month += (3 + 2 + 4) * 0.06
+    month += (3 + 2 + 4 + 1) * 0.06
     by_hand = 24 * hours + month * 12 / 365.25
     assert sum(one.dollars or 0.0 for one in found) == pytest.approx(by_hand, rel=1e-6)
     document["learners"]["coast"]["spot"] = True
@@ -658,7 +692,50 @@ def test_a_fleet_that_is_paused_pays_for_no_learner(place: Path) -> None:
     }
     assert not any("chips" in what for what in found)
     assert found["gateways: 1 regions, 6 machines"] == pytest.approx(24 * (6 * 0.0014 + 0.005))
-    assert found["secrets: 7"] == pytest.approx(7 * 0.06 * 12 / 365.25)
+    assert found["secrets: 8"] == pytest.approx(8 * 0.06 * 12 / 365.25)
+
+
+def test_the_keeper_counts_by_the_planners_prices_and_names_what_it_does_not(place: Path) -> None:
+    document = example()
+    document["learners"] = {
+        "central": {"zone": "us-central1-a", "kind": "v5p", "chips": 4},
+        "east": SLICE | {"spot": True},
+        "slice": {"zone": "us-east5-a", "kind": "v6e", "topology": "4x4", "spot": True, "dollars_hour": 5.5},
+    }  # fmt: skip
+    account = "012345-6789AB-CDEF01"
+    document["budget"] = {"dollars": 5000, "billing_account": account}
+    checked = check(write(place, document))
+    assert checked.variables is not None
+    budget = checked.variables["budget"]
+    assert checked.variables["billing_account"] == account
+    assert "dollars_hour" not in checked.variables["learners"]["slice"]
+    # Of one machine: 4 chips at 4.20, and what the file says.
+    assert budget["learners"] == pytest.approx({"central": 16.8, "slice": 5.5})
+    all_day = sum(one.dollars or 0.0 for one in checked.costs)
+    rest_day = all_day - 24 * (16.8 + 4 * 5.5)
+    assert budget["dollars_hour"] == pytest.approx(rest_day / 24)
+    assert budget["uncounted"] == [
+        "east: 4 chips of v6e, spot", "snapshots of the streams", "logs and alerts",
+        "the bucket and its traffic",
+    ]  # fmt: skip
+    warned = [one.sentence for one in checked.findings if not one.refused]
+    assert {f"budget: not counted: {what}" for what in budget["uncounted"]} <= set(warned)
+    document["budget"]["traffic_dollars_day"] = 427.0
+    told = check(write(place, document)).variables
+    assert told is not None
+    assert told["budget"]["dollars_hour"] == pytest.approx((rest_day + 427.0) / 24)
+    assert "the bucket and its traffic" not in told["budget"]["uncounted"]
+    del document["budget"]
+    assert "budget" not in (check(write(place, document)).variables or {})
+
+
+def test_the_webhook_is_a_path_and_its_address_is_in_no_variable(place: Path) -> None:
+    (place / "hook.env").write_text("DILOCO_WEBHOOK_URL=https://hooks.example.org/s3cr3t\n")
+    found = check(write(place, example() | {"webhook_file": "hook.env"}))
+    assert not found.refused
+    assert found.variables is not None
+    assert found.variables["webhook_file"] == str(place / "hook.env")
+    assert "s3cr3t" not in json.dumps(found.variables)
 
 
 def test_each_kind_of_resource_of_the_modules_has_a_price_or_is_free() -> None:

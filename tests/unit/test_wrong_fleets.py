@@ -35,6 +35,7 @@ def make_auth(folder: Path, run: str, learners: list[str]) -> None:
         auth.add(folder, name, "aggregator")
     for name in learners:
         auth.add(folder, name, "learner")
+    auth.add(folder, "watch", "reader")
 
 
 @pytest.fixture(scope="module")

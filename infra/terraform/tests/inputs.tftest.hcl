@@ -481,3 +481,68 @@ run "a_learner_of_no_site_that_is_named_after_one" {
   }
   expect_failures = [var.learners]
 }
+
+run "a_learner_called_watch" {
+  command = plan
+
+  variables {
+    learners = { watch = { zone = "us-central1-a", kind = "v5p", chips = 4 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "a_budget_of_nothing" {
+  command = plan
+
+  variables {
+    budget = { dollars = 0 }
+  }
+  expect_failures = [var.budget]
+}
+
+run "typo_of_a_budget" {
+  command = plan
+
+  variables {
+    budget = { dollars = 5000, dollar_hour = 3 }
+  }
+  expect_failures = [var.budget]
+}
+
+run "a_budget_with_a_price_of_no_learner" {
+  command = plan
+
+  variables {
+    budget = { dollars = 5000, learners = { east = 3 } }
+  }
+  expect_failures = [var.budget]
+}
+
+run "a_budget_that_nobody_keeps" {
+  command = plan
+
+  variables {
+    budget = { dollars = 5000 }
+    keeper = false
+  }
+  expect_failures = [var.budget]
+}
+
+run "a_billing_account_of_words" {
+  command = plan
+
+  variables {
+    budget          = { dollars = 5000 }
+    billing_account = "mine"
+  }
+  expect_failures = [var.billing_account]
+}
+
+run "a_webhook_in_quotes" {
+  command = plan
+
+  variables {
+    webhook_file = "tests/quoted.env"
+  }
+  expect_failures = [var.webhook_file]
+}

@@ -38,8 +38,8 @@ run "network" {
   }
   assert {
     condition = [for rule in module.network.firewalls : { from = rule.source_tags, to = rule.target_tags }
-    if contains(flatten(rule.allow[*].ports), "4222")] == [{ from = toset(["diloco-demo-learner", "diloco-demo-aggregator"]), to = toset(["diloco-demo-nats"]) }]
-    error_message = "4222 is open to learners and aggregators, and to nobody else"
+    if contains(flatten(rule.allow[*].ports), "4222")] == [{ from = toset(["diloco-demo-learner", "diloco-demo-aggregator", "diloco-demo-keeper"]), to = toset(["diloco-demo-nats"]) }]
+    error_message = "4222 is open to learners, aggregators and the keeper's watch, and to nobody else"
   }
   assert {
     condition = [for rule in module.network.firewalls : { from = rule.source_tags, to = rule.target_tags }
@@ -367,6 +367,55 @@ run "keeper" {
   }
 }
 
+run "watch" {
+  command = plan
+
+  variables {
+    webhook_file = "tests/webhook.env"
+  }
+  assert {
+    condition     = jsondecode(module.keeper[0].instance.metadata["diloco"]).units == ["diloco-watch.service"] && contains(keys(jsondecode(module.keeper[0].instance.metadata["diloco"]).files), "/etc/diloco/run.toml")
+    error_message = "the run is watched"
+  }
+  assert {
+    condition     = jsondecode(module.keeper[0].instance.metadata["diloco"]).secrets == { "/etc/diloco/credentials/watch.toml" = "projects/my-project/secrets/diloco-demo-keeper-credentials/versions/latest", "/etc/diloco/watch.env" = "projects/my-project/secrets/diloco-demo-keeper-webhook/versions/latest" }
+    error_message = "with a reader's key, and the webhook, from Secret Manager"
+  }
+  assert {
+    condition = { for one in module.keeper[0].reads : one.bucket => [one.role, one.condition[0].expression] } == {
+      my-project-demo-diloco        = ["roles/storage.objectViewer", "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/') || api.getAttribute('storage.googleapis.com/objectListPrefix', '').startsWith('demo/')"]
+      my-project-demo-diloco-config = ["roles/storage.objectViewer", "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco-config/objects/common/')"]
+    }
+    error_message = "it reads the run and the configuration, and writes nothing"
+  }
+}
+
+run "budget" {
+  command = plan
+
+  variables {
+    budget                = { dollars = 5000.5, dollars_hour = 3.5, learners = { central = 16.8 }, uncounted = ["east: 8 chips of v6e, spot"] }
+    billing_account       = "012345-6789AB-CDEF01"
+    notification_channels = ["projects/my-project/notificationChannels/1"]
+  }
+  assert {
+    condition     = jsondecode(module.keeper[0].instance.metadata["diloco"]).budget == { dollars = 5000.5, dollars_hour = 3.5, uncounted = ["east: 8 chips of v6e, spot"] }
+    error_message = "the keeper is told what may be spent"
+  }
+  assert {
+    condition     = { for group in jsondecode(module.keeper[0].instance.metadata["diloco"]).groups : group.name => group.dollars_hour if group.dollars_hour > 0 } == { diloco-demo-central = 16.8 }
+    error_message = "and what a machine costs, where that is known"
+  }
+  assert {
+    condition     = google_billing_budget.this[0].amount[0].specified_amount[0].units == "5001" && google_billing_budget.this[0].budget_filter[0].projects == tolist(["projects/my-project"]) && google_billing_budget.this[0].threshold_rules[*].threshold_percent == [0.5, 0.9, 1]
+    error_message = "Google tells people of the project's dollars"
+  }
+  assert {
+    condition     = toset(google_billing_budget.this[0].all_updates_rule[0].monitoring_notification_channels) == toset(var.notification_channels) && contains(keys(google_project_service.this), "billingbudgets.googleapis.com")
+    error_message = "the run's channels, too"
+  }
+}
+
 run "a_stop_and_alerts" {
   command = plan
 
@@ -387,6 +436,10 @@ run "a_stop_and_alerts" {
 run "prometheus" {
   command = plan
 
+  assert {
+    condition     = length(google_billing_budget.this) == 0 && jsondecode(module.keeper[0].instance.metadata["diloco"]).budget == null && !contains(keys(jsondecode(module.keeper[0].instance.metadata["diloco"]).secrets), "/etc/diloco/watch.env")
+    error_message = "there is no budget, and no webhook"
+  }
   assert {
     condition     = length(google_monitoring_alert_policy.errors) == 0 && jsondecode(module.keeper[0].instance.metadata["diloco"]).stop_at == ""
     error_message = "nobody is told, and nothing stops"

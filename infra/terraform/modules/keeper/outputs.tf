@@ -18,6 +18,11 @@ output "instance" {
   value       = google_compute_instance.this
 }
 
+output "reads" {
+  description = "Whose objects it may read: the run's, and those that configure machines."
+  value       = [google_storage_bucket_iam_member.read, google_storage_bucket_iam_member.configuration]
+}
+
 output "logs" {
   description = "The right to write logs."
   value       = google_project_iam_member.logs

@@ -20,12 +20,42 @@ variable "image" {
 
 variable "groups" {
   description = "The groups of learners, as Terraform wants them."
-  type        = list(object({ project = string, zone = string, name = string, hosts = number, ours = bool }))
+  type        = list(object({ project = string, zone = string, name = string, hosts = number, ours = bool, dollars_hour = number }))
 }
 
 variable "stop_at" {
   description = "Time after which it takes all machines of learners; empty: never."
   type        = string
+}
+
+variable "budget" {
+  description = "Dollars after which it takes all machines of learners, and what it counts them by; null: none."
+  type        = object({ dollars = number, dollars_hour = number, uncounted = list(string) })
+}
+
+variable "bucket" {
+  description = "Bucket of the run's objects."
+  type        = string
+}
+
+variable "auth_folder" {
+  description = "Folder of diloco auth."
+  type        = string
+}
+
+variable "webhook_file" {
+  description = "File with the address of the webhook for alerts; null: none."
+  type        = string
+}
+
+variable "boot" {
+  description = "Bucket of the configuration, kind and release."
+  type        = object({ bucket = string, kind = string, release = map(string) })
+}
+
+variable "files" {
+  description = "Files of the machine: path there -> object of the bucket of configurations."
+  type        = map(string)
 }
 
 variable "subnetwork" {

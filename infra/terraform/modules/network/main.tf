@@ -53,10 +53,10 @@ resource "google_compute_router_nat" "this" {
 
 resource "google_compute_firewall" "clients" {
   name        = "${var.name}-nats-clients"
-  description = "Learners and aggregators, and nobody else, reach NATS."
+  description = "Learners, aggregators and the watch, and nobody else, reach NATS."
   network     = google_compute_network.this.id
   direction   = "INGRESS"
-  source_tags = [var.tags.learner, var.tags.aggregator]
+  source_tags = [var.tags.learner, var.tags.aggregator, var.tags.keeper]
   target_tags = [var.tags.nats]
 
   allow {
