@@ -25,7 +25,7 @@ def booted():
     files = " ".join(str(UNITS / unit) for unit in (KEEPER, LOGS))
     assert run("bash", "-c", f"systemd-analyze verify --man=no {files} 2>&1") == ""
     until(lambda: active(KEEPER) and active(LOGS), "both run")
-    until(Path("/var/lib/diloco-keeper/ended.json").exists, "it has looked at the groups")
+    until(Path("/var/lib/diloco-keeper/groups.json").exists, "it has looked at the groups")
     check("the keeper looks at the groups that it is told")
 
 
