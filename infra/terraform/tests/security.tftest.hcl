@@ -407,7 +407,7 @@ run "budget" {
     error_message = "and what a machine costs, where that is known"
   }
   assert {
-    condition     = google_billing_budget.this[0].amount[0].specified_amount[0].units == "5001" && google_billing_budget.this[0].budget_filter[0].projects == tolist(["projects/my-project"]) && google_billing_budget.this[0].threshold_rules[*].threshold_percent == [0.5, 0.9, 1]
+    condition     = google_billing_budget.this[0].amount[0].specified_amount[0].units == "5001" && google_billing_budget.this[0].budget_filter[0].projects == toset(["projects/my-project"]) && toset(google_billing_budget.this[0].threshold_rules[*].threshold_percent) == toset([0.5, 0.9, 1])
     error_message = "Google tells people of the project's dollars"
   }
   assert {
