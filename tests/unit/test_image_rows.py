@@ -112,6 +112,9 @@ def swapped():
     ("changes", "word"),
     [
         ({"pixel_values": None, "image_position_ids": None}, "10 tokens 90"),
+        ({"image_position_ids": ROW["image_position_ids"][..., ::-1]}, "(0, 1) is too early"),
+        ({"input_ids": np.pad(TOKENS, (1, 0))}, "begins or ends with token 0, the padding"),
+        ({"input_ids": np.pad(TOKENS, (0, 2))}, "begins or ends with token 0, the padding"),
         (swapped(), "images of [4, 6] tokens, but runs of [6, 4]"),
         (large(), "an image of 36 patches, but images have 32 at most"),
         ({"pixel_values": ROW["pixel_values"] / 255}, "divided by 255 twice"),
@@ -157,6 +160,12 @@ def test_a_dark_picture_is_none_that_was_divided_twice(tmp_path):
     dark = (ROW["pixel_values"] > 0.9).astype(np.float32) / 255
     np.testing.assert_array_equal(read(tmp_path, pixel_values=dark).patches[1, :16], dark[1, :16])
     assert not read(tmp_path, pixel_values=0 * dark).patches.any()
+
+
+def test_padding_that_labels_leave_untrained_may_end_a_row(tmp_path):
+    labels = np.pad(TOKENS, (0, 2), constant_values=-100)
+    row = read(tmp_path, input_ids=np.pad(TOKENS, (0, 2)), labels=labels, mm_token_type_ids=None)
+    np.testing.assert_array_equal(row.windows, read(tmp_path).windows)
 
 
 def test_images_side_by_side_are_one_run_of_tokens(tmp_path):

@@ -90,6 +90,8 @@ class ImageRows:
                 "it is 0 for padding alone, before or behind all tokens; -100 in labels leaves a"
                 " token untrained",
             )
+        if "attention_mask" not in arrays:
+            self._check_unpadded(path, tokens, labelled="labels" in arrays)
         if "labels" in arrays:
             labels = _integers(path, "labels", arrays["labels"], tokens)
         tokens, labels = tokens[kept], labels[kept]
@@ -105,6 +107,22 @@ class ImageRows:
         window = np.full(self._length + 1, ~self._text.padding, np.int32)
         window[: len(tokens)] = np.where(unlearned, ~tokens, tokens)
         return window
+
+    def _check_unpadded(self, path: Path, tokens: np.ndarray, *, labelled: bool) -> None:
+        """Refuses padding in a row without an attention_mask, which would be trained on.
+
+        Raises:
+            TaskError: the row begins with padding, or ends with it and has no labels.
+        """
+        padding = self._text.padding
+        if tokens[:1].tolist() == [padding] or (
+            tokens[-2:].tolist() == [padding] * 2 and not labelled
+        ):
+            raise _refused(
+                path,
+                f"begins or ends with token {padding}, the padding, but has no attention_mask",
+                "save attention_mask as the processor gives it, or rows without padding",
+            )
 
     def _check_tokens(self, path: Path, tokens: np.ndarray, labels: np.ndarray) -> None:
         others = [each for each in self._text.soft if each != self._text.image]
@@ -201,6 +219,17 @@ class ImageRows:
                 f" {place.min(initial=0)} to {place.max(initial=0)}",
                 "save image_position_ids as the processor gives them, (x, y) of each patch and"
                 " -1 for padding",
+            )
+        # Pixels of exchanged coordinates are those of another picture, which fits as well.
+        number = place[:, 0] + (place[:, 0].max() + 1) * place[:, 1]
+        if (np.diff(number) != 1).any():
+            second = place[np.flatnonzero(np.diff(number) != 1)[0] + 1]
+            raise _refused(
+                path,
+                f"has an image whose patches are not in the order of a processor: ({second[0]},"
+                f" {second[1]}) is too early",
+                "a position is (x, y), and x counts first: save image_position_ids as the processor"
+                " gives them",
             )
         return tokens
 
