@@ -60,8 +60,10 @@ class Fleet:
     Attributes:
         islands: the machines of each learner.
         outages: how machines fail and return; None: nothing ever fails.
-        elastic: a learner continues with the slices that are left, as in the paper. The learners of
-            this release do not (ADR 21): a learner stops while one of its slices is out.
+        slices: `learner.slices`. With several, a learner continues with those that are left, as a
+            new life (ADR 90); with one, a learner stops while one of its slices is out.
+        elastic: a learner continues with the slices that are left, and loses nothing, as in the
+            paper.
         learner_restart_s: seconds to restart a learner; None: `outages.restart_s`.
         aggregator_gbit: Gbit/s of the aggregator's link to the store, each way.
         tls: whether that link is encrypted, which takes processor time.
@@ -72,6 +74,7 @@ class Fleet:
 
     islands: tuple[PlannedIsland, ...]
     outages: Outages | None = None
+    slices: int = 1
     elastic: bool = False
     learner_restart_s: float | None = None
     aggregator_gbit: float = 10.0
@@ -88,7 +91,7 @@ class Fleet:
     @property
     def stops_whole(self) -> bool:
         """Whether some learner has several slices, all of which stop while one is out."""
-        if self.outages is None or self.elastic:
+        if self.outages is None or self.elastic or self.slices > 1:
             return False
         return any(island.chips > self.outages.slice_chips for island in self.islands)
 
@@ -384,15 +387,24 @@ def _learners(fleet: Fleet, horizon_s: float, rng: np.random.Generator) -> list[
     )
     return [
         plan_outages.simulate(
-            outages,
+            outages if fleet.slices == 1 else _of_slices(fleet, outages, island),
             island.chips,
             horizon_s,
             rng,
-            elastic=fleet.elastic,
+            elastic=fleet.elastic or fleet.slices > 1,
             step_s=island.step_s,
         )
         for island in fleet.islands
     ]
+
+
+def _of_slices(fleet: Fleet, outages: Outages, island: PlannedIsland) -> Outages:
+    """Returns the outages of a learner whose chips are `fleet.slices` equal slices."""
+    return replace(
+        outages,
+        slice_chips=max(1, island.chips // fleet.slices),
+        new_lives=not fleet.elastic,
+    )
 
 
 def _travels_s(
@@ -459,6 +471,7 @@ def _decoupled(
     name = "this system"
     name += ", in lockstep" if settings.sync.mode == "lockstep" else ""
     name += ", elastic learners" if fleet.elastic else ""
+    name += f", {fleet.slices} slices each" if fleet.slices > 1 else ""
     uptime = plan_outages.anyone_up(traces)
     tokens_per_s = sum(speeds) * goodput * rounds.utilization
     return System(name, goodput, uptime, rounds.utilization, tokens_per_s, None)

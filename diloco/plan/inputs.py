@@ -106,6 +106,9 @@ def read_fleet(options: PlanOptions, step_tokens: int) -> Fleet:
     return Fleet(
         islands=islands,
         outages=_outages(options),
+        slices=1
+        if options.config is None
+        else load_config(options.config, connects=False).learner.slices,
         elastic=options.elastic,
         learner_restart_s=options.learner_restart_s,
         aggregator_gbit=options.aggregator_gbit,

@@ -85,8 +85,8 @@ class PlanOptions:
         bool,
         _failures(
             "--elastic",
-            help="plan for learners that continue without a failed slice, as the paper's; those of "
-            "this release stop",
+            help="plan for learners that continue without a failed slice and lose nothing, as the "
+            "paper's; ours do so with learner.slices, and lose what was not sent",
         ),
     ] = False
     gradient_bits: Annotated[

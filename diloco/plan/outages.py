@@ -39,6 +39,8 @@ class Outages:
         restart_s: time from when slices are available until a job without any memory left trains.
         checkpoint_every_s: training time between two checkpoints of a rigid job; 0: a restart
             loses nothing but the step in progress.
+        new_lives: in an elastic job, work that was not sent is lost when slices fail, as the job
+            goes on as a new life (`deaths_s`).
         spares: in a rigid job, a spare slice replaces a failed slice at once.
         merge_s: failures within one interval of this length count as one failure at the interval's
             end, as in a simulation that draws once a step whether a chip fails; 0: each counts.
@@ -54,6 +56,7 @@ class Outages:
     restart_s: float = 75.0
     checkpoint_every_s: float = 0.0
     spares: bool = True
+    new_lives: bool = False
     merge_s: float = 0.0
     spread: Spread = "exponential"
 
@@ -68,7 +71,8 @@ class Trace:
         shares: the share of its slices with which the job trains from each of `times_s` on, float64
             [N] in [0, 1]; 0 while it is stopped.
         losses: restarts from a checkpoint: (time, seconds of training whose work was lost).
-        deaths_s: times at which the job lost everything it had in memory.
+        deaths_s: times at which the job lost everything it had in memory; with
+            `Outages.new_lives` also times at which slices failed.
     """
 
     horizon_s: float
@@ -214,11 +218,10 @@ def _elastic(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
             heapq.heappush(returns, _return_at(outages, now_s, rng))
         else:
             line.begin(now_s, 0.0)
-        if up + back == 0:
+        none_left = up + back == 0
+        if none_left or (outages.new_lives and fails_s <= join_s):
             line.deaths_s.append(now_s)
-            ends_s = returns[0] + outages.restart_s
-        else:
-            ends_s = now_s + outages.reconfigure_s
+        ends_s = returns[0] + outages.restart_s if none_left else now_s + outages.reconfigure_s
         up += back
         # Slices that fail meanwhile are left out of the new mesh.
         failed = _failures(outages, up * job.failures_per_s, ends_s - now_s, rng) if up else 0

@@ -102,8 +102,8 @@ def _systems(fleet: Fleet, made: Plan, tokens: int) -> Table:
         table.add_row(system.name, *cells)
     if fleet.stops_whole:
         table.caption = (
-            "a learner of several slices stops while one is out, and starts again; --elastic plans"
-            " for learners that go on without it, which this release does not have"
+            "a learner stops while a part of it is out, and starts again; with learner.slices in"
+            " the run's file it continues with its other slices"
         )
     return table
 

@@ -105,6 +105,35 @@ def test_an_elastic_job_stands_for_failures_and_for_returns():
     assert not trace.deaths_s
 
 
+def test_a_job_of_new_lives_loses_what_was_not_sent_where_slices_fail():
+    outages = Outages(mtbi_s=1e6, slice_chips=1, reconfigure_s=20.0, return_s=100.0, hold_s=0.0)
+    outages = replace(outages, new_lives=True)
+    trace = traced(outages, 1000, 2e6, elastic=True)
+    assert len(trace.deaths_s) == pytest.approx(2e6 / 1040, rel=0.1)
+    assert trace.uptime == pytest.approx(1000 / 1040, abs=0.01)
+
+
+def test_slices_of_the_runs_file_are_planned(tmp_path):
+    """A learner of several slices is between one that stops whole and one that loses nothing."""
+
+    def goodput(*more, slices=1):
+        file = tmp_path / f"run-{slices}.toml"
+        peers = [f"host-{number}:8470" for number in range(slices)]
+        given = f"slices = {slices}\npeers = {peers}\ncheckpoint_dir = '/c'\n"
+        file.write_text(RUN + ("\n[learner]\n" + given if slices > 1 else ""))
+        arguments = (str(file), "--json", "--learners", "2", "--chips", "64", "--mtbi", "8h")
+        arguments += ("--slice-chips", "8", "--parameters", "1B", "--return", "60s", *more)
+        (*_, ours) = json.loads(invoke(*arguments))["systems"]
+        return ours["goodput"], ours["name"]
+
+    stops, name = goodput()
+    assert name == "this system"
+    continues, name = goodput(slices=4)
+    assert name == "this system, 4 slices each"
+    loses_nothing, _ = goodput("--elastic", slices=4)
+    assert stops + 0.01 < continues < loses_nothing
+
+
 def test_slices_that_wait_for_each_other_stop_the_job_less_often():
     outages = Outages(mtbi_s=YEAR_S, slice_chips=128, hold_s=0.0)
     alone = traced(outages, 1_200_000, 1e5, elastic=True).uptime
