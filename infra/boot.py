@@ -28,23 +28,27 @@ from typing import NamedTuple
 
 from diloco.infra.cloud import Google
 from diloco.infra.ended import DROP_IN
-from diloco.infra.google_units import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS, data_units
+from diloco.infra.google_units import ACCELERATORS, CACHE, KEEPER, LIVEZ, LOGS, UNITS, data_units
 from diloco.infra.install_release import ReleaseRefused, Releases, Run, run_command, say, write
 
 _AGAIN_S = 60.0
 # Units that are started in addition to LOGS, by role; they need no release.
 _ALSO_STARTED = {"learner": (LIVEZ,), "keeper": (KEEPER,)}
+_INSTALL_NGINX = (
+    "command -v nginx || { apt-get update -q && DEBIAN_FRONTEND=noninteractive "
+    "apt-get install -q -y --no-install-recommends nginx-light; }"
+)
 
 
 class Parameters(NamedTuple):
     """The metadata attribute `diloco`, written by Terraform.
 
     Attributes:
-        role: "nats", "aggregator", "learner", or "keeper".
-        name: name of the server, aggregator or learner.
+        role: "nats", "aggregator", "learner", "keeper", or "cache".
+        name: name of the server, aggregator, learner or cache.
         bucket: the bucket with the release and the files.
         release: {"object": name, "sha256": hexadecimal digest} of the release's archive; {}: none,
-            for a keeper that only keeps groups.
+            for a cache, and a keeper that only keeps groups.
         files: path on the machine -> object.
         secrets: path on the machine -> resource name of a secret's version.
         environment: the content of the unit's environment file.
@@ -113,6 +117,9 @@ class Boot:
             f"{parameters.role} {parameters.name}: {parameters.release.get('object', 'no release')}"
         )
         self.start_units(LOGS, *_ALSO_STARTED.get(parameters.role, ()))
+        if parameters.role == "cache":
+            self._cache(parameters)
+            return True
         if not parameters.release:
             return True
         if parameters.role == "learner":
@@ -135,6 +142,16 @@ class Boot:
             write(self._root / "etc/systemd/system" / unit, UNITS[unit].encode(), 0o644)
         self._run(["systemctl", "daemon-reload"])
         self._run(["systemctl", "enable", "--now", *units])
+
+    def _cache(self, parameters: Parameters) -> None:
+        """Installs Debian's nginx, and starts the region's cache."""
+        changed = self._write_files(parameters)
+        # Debian's own unit must not start what the cache's unit runs.
+        self._run(["systemctl", "mask", "nginx.service"])
+        self._run(["sh", "-c", _INSTALL_NGINX])
+        self.start_units(CACHE)
+        if changed:
+            self._run(["systemctl", "restart", "--no-block", CACHE])
 
     def _prepare(self, kind: str, data: str) -> None:
         """Writes drop-ins for the learner's unit that only machines of infra/terraform need."""

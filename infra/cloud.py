@@ -94,9 +94,13 @@ class Google:
     def _get(self, url: str) -> bytes:
         return _fetch(url, self._authorized())
 
+    def token(self) -> str:
+        """Returns the access token of the machine's service account."""
+        told = json.loads(self.about_me("service-accounts/default/token"))
+        return str(told["access_token"])
+
     def _authorized(self) -> dict[str, str]:
-        token = json.loads(self.about_me("service-accounts/default/token"))["access_token"]
-        return {"Authorization": f"Bearer {token}"}
+        return {"Authorization": f"Bearer {self.token()}"}
 
 
 _FLAVOR = {"Metadata-Flavor": "Google"}

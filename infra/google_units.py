@@ -1,14 +1,16 @@
 """Texts of systemd units that only machines of infra/terraform on Google Cloud have.
 
-Three run without a release, each a module with the system's own Python: one answers health checks
-(`livez.py`), one sends logs to Cloud Logging (`logs.py`), and one is the keeper of learners' groups
-(`keeper.py`), on one machine of a run. Others add to a learner's unit.
+Four run without a release, each a module with the system's own Python: one answers health checks
+(`livez.py`), one sends logs to Cloud Logging (`logs.py`), one is the keeper of learners' groups
+(`keeper.py`), on one machine of a run, and one is a region's cache (`cache.py`). Others add to a
+learner's unit.
 """
 
 PROGRAM = "/usr/local/lib/diloco"
 LIVEZ = "diloco-livez.service"
 LOGS = "diloco-logs.service"
 KEEPER = "diloco-keeper.service"
+CACHE = "diloco-cache.service"
 _UNIT = f"""[Unit]
 Description={{what}}
 
@@ -69,6 +71,39 @@ UNITS = {
         families="AF_INET AF_INET6",
     ),
 }
+# nginx begins as root, which alone may read the token, and serves as www-data.
+UNITS[CACHE] = f"""[Unit]
+Description=Read-through cache of a diloco run's versions
+After=network-online.target
+Wants=network-online.target
+
+[Service]
+WorkingDirectory={PROGRAM}
+ExecStart=/usr/bin/python3 -m diloco.infra.cache
+Restart=always
+RestartSec=5
+KillMode=mixed
+RuntimeDirectory=diloco-cache
+RuntimeDirectoryMode=0700
+CacheDirectory=diloco-cache
+CapabilityBoundingSet=CAP_CHOWN CAP_SETUID CAP_SETGID CAP_KILL CAP_DAC_OVERRIDE
+NoNewPrivileges=yes
+ProtectSystem=strict
+ProtectHome=yes
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectControlGroups=yes
+PrivateTmp=yes
+PrivateDevices=yes
+RestrictNamespaces=yes
+LockPersonality=yes
+SystemCallArchitectures=native
+RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
+LimitNOFILE=16384
+
+[Install]
+WantedBy=multi-user.target
+"""
 # A group that owns the TPU chips' devices, so that a learner's dynamic user may open them; by
 # default the kernel gives /dev/vfio/0 and the like to root alone.
 _GROUP = "diloco-accelerators"

@@ -1,18 +1,20 @@
 """Computes the dollars a day that a run costs, for each place where its bucket may be. Pure.
 
 Counted: the bucket's operations and storage, bytes between regions, and the machines and disks of
-aggregators, NATS servers (the bus) and keeper. Not counted: the learners' own machines (`diloco
-check` counts a fleet's), gateways, disk snapshots, logs, and bytes between zones.
+aggregators, NATS servers (the bus), keeper and caches. Not counted: the learners' own machines
+(`diloco check` counts a fleet's), gateways, disk snapshots, logs, and bytes between zones.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pydantic import field_validator
 
 from diloco.common.process.config.run import Section
 from diloco.plan.forecast import Plan
+from diloco.plan.traffic import RoundTraffic, retained_bytes
 
 GIB = 1 << 30
 MONTH_DAYS = 365.25 / 12
@@ -20,6 +22,7 @@ MONTH_DAYS = 365.25 / 12
 BUS_NODES, BUS_MACHINE, BUS_BOOT_GIB, BUS_STREAMS_GIB = 3, "e2-standard-2", 20, 50
 AGGREGATORS, AGGREGATOR_DISK_GIB = 2, 50
 KEEPER_MACHINE, KEEPER_DISK_GIB = "e2-medium", 20
+CACHE_MACHINE, CACHE_DISK_GIB = "e2-standard-2", 100
 DISK, STREAMS_DISK = "pd-balanced", "pd-ssd"
 # The series of an aggregator's machine, and its GB for each core.
 AGGREGATOR_CLASS, CORE_GB = "n2-highmem", 8
@@ -109,7 +112,7 @@ class DailyCost(NamedTuple):
         downloads: reads of deltas and, from a multi-region bucket, of updates.
         records: reads of records by all learners from the bus, in the aggregator's region.
         replication: bytes written to a multi-region bucket.
-        machines: aggregators, NATS servers and keeper.
+        machines: aggregators, NATS servers, keeper and caches.
         disks: the disks of these machines.
     """
 
@@ -127,6 +130,84 @@ class DailyCost(NamedTuple):
     def total(self) -> float:
         """The sum of all causes, in dollars a day."""
         return sum(self[1:])
+
+
+class Lever(NamedTuple):
+    """A way to run for less with the same H.
+
+    Attributes:
+        name: what is changed, for people.
+        cost: dollars a day, with a regional bucket.
+        loss: least and most percent by which the loss is expected to grow.
+        shipped: whether this release has all that it takes.
+    """
+
+    name: str
+    cost: DailyCost
+    loss: tuple[float, float]
+    shipped: bool
+
+    @property
+    def uploads_free(self) -> float:
+        """The dollars a day if uploads into another region are free."""
+        return self.cost.total - self.cost.uploads
+
+
+# Percent by which 2 bits an element in place of 4 exceeded the loss, both ways: three seeds of one
+# small task (docs/adr/0091-a-cache-by-region.md).
+TWO_BITS_LOSS = (2.8, 5.9)
+SHORT_REPLAY_S = 6 * 3600.0
+
+
+def levers(prices: Prices, regions: Sequence[str], made: Plan, block: int) -> list[Lever]:
+    """Returns the run as it is, and cheaper ways, from the least to the most that is changed.
+
+    Args:
+        prices: the table of prices.
+        regions: the region of each learner; the bucket is in the cheapest of these.
+        made: the plan as it is.
+        block: elements that share a scale.
+    """
+    none = (0.0, 0.0)
+    short = _short_replay(made, made.sizes)
+    thin = _thin(made, block)
+
+    def lever(name: str, plan: Plan, caches: bool = True, standby: bool = True) -> Lever:
+        places = sorted(set(regions))
+        found = [_regional(prices, regions, place, plan, caches, standby) for place in places]
+        best = min(found, key=lambda cost: cost.total)
+        return Lever(name, best, TWO_BITS_LOSS if plan is thin else none, plan is not thin)
+
+    hours = f"{SHORT_REPLAY_S / 3600:.0f} h of replay"
+    return [
+        lever("as it is", made, caches=False),
+        lever("a cache in each region", made),
+        lever(f"caches, {hours}", short),
+        lever(f"caches, {hours}, one aggregator", short, standby=False),
+        lever(f"2 bits both ways, {hours}", thin, caches=False),
+        lever(f"2 bits both ways, caches, {hours}", thin),
+        lever(f"2 bits both ways, caches, {hours}, one aggregator", thin, standby=False),
+    ]
+
+
+def _short_replay(made: Plan, sized: RoundTraffic) -> Plan:
+    """Returns the plan with objects of the sizes `sized` kept for `SHORT_REPLAY_S`, or less."""
+    kept = retained_bytes(sized, made.participants, made.interval_s, SHORT_REPLAY_S)
+    return replace(made, retained_bytes=min(kept, made.retained_bytes))
+
+
+def _thin(made: Plan, block: int) -> Plan:
+    """Returns `_short_replay` of the plan with 2 bits an element, and 2 bytes a block, both ways.
+
+    Requests stay as many, and so do the bytes that are written to a multi-region bucket.
+    """
+    sized, daily = made.sizes, made.daily
+    thin_bytes = sized.elements // 4 + 2 * sized.elements // block
+    merged = daily.bytes_merged * thin_bytes / sized.update_bytes
+    read = (daily.bytes_read - daily.bytes_merged) * thin_bytes / sized.delta_bytes
+    thin = replace(sized, update_bytes=thin_bytes, delta_bytes=thin_bytes)
+    daily = daily._replace(bytes_merged=merged, bytes_read=merged + read)
+    return replace(_short_replay(made, thin), sizes=thin, daily=daily)
 
 
 def compare(prices: Prices, regions: Sequence[str], made: Plan) -> list[DailyCost]:
@@ -152,12 +233,12 @@ def aggregator_cores(prices: Prices, made: Plan) -> int:
     return next(fitting, max(prices.aggregator_cores))
 
 
-def _machines(prices: Prices, made: Plan) -> float:
+def _machines(prices: Prices, made: Plan, aggregators: int = AGGREGATORS) -> float:
     cores = aggregator_cores(prices, made)
     rate = prices.series[AGGREGATOR_CLASS.partition("-")[0]]
-    aggregators = AGGREGATORS * cores * (rate.core + CORE_GB * rate.gib)
+    each = cores * (rate.core + CORE_GB * rate.gib)
     bus = BUS_NODES * prices.machines[BUS_MACHINE]
-    return 24 * (aggregators + bus + prices.machines[KEEPER_MACHINE])
+    return 24 * (aggregators * each + bus + prices.machines[KEEPER_MACHINE])
 
 
 def _disks(prices: Prices) -> float:
@@ -187,19 +268,38 @@ def _records(prices: Prices, regions: Sequence[str], place: str, made: Plan) -> 
     return made.daily.record_reads / made.learners / GIB * between
 
 
-def _regional(prices: Prices, regions: Sequence[str], place: str, made: Plan) -> DailyCost:
+def _cached(prices: Prices, regions: Sequence[str], place: str) -> list[str]:
+    """Returns the regions in which a cache pays: of several learners, and away from the bucket."""
+    counts = Counter(region for region in regions if prices.between(region, place))
+    return [region for region, count in counts.items() if count > 1]
+
+
+def _regional(
+    prices: Prices,
+    regions: Sequence[str],
+    place: str,
+    made: Plan,
+    caches: bool = False,
+    standby: bool = True,
+) -> DailyCost:
     between = sum(prices.between(region, place) for region in regions)
+    cached = _cached(prices, regions, place) if caches else []
+    # A region with a cache reads each version once.
+    readers = [*cached, *(region for region in regions if region not in cached)]
+    read_between = sum(prices.between(region, place) for region in readers)
+    cache_disk = prices.disk_day(DISK, CACHE_DISK_GIB)
     daily, (up_gib, down_gib) = made.daily, _each_gib(made)
     return DailyCost(
         f"regional bucket in {place}, aggregator beside it",
         (daily.objects_written * prices.regional_a + daily.gets * prices.regional_b) / 1000,
         made.retained_bytes / GIB * prices.regional_storage / MONTH_DAYS,
         up_gib * between * prices.uploads_charged,
-        down_gib * between,
+        down_gib * read_between,
         _records(prices, regions, place, made),
         0.0,
-        _machines(prices, made),
-        _disks(prices),
+        _machines(prices, made, AGGREGATORS if standby else 1)
+        + 24 * len(cached) * prices.machines[CACHE_MACHINE],
+        _disks(prices) + len(cached) * cache_disk,
     )
 
 

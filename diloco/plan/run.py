@@ -13,11 +13,18 @@ from rich.console import Console
 from diloco.common.process.config import RunSettings, warnings
 from diloco.common.protocol.errors import ConfigError
 from diloco.plan import inputs
-from diloco.plan.costs import at_interval, compare
+from diloco.plan.costs import at_interval, compare, levers
 from diloco.plan.forecast import make_plan, over_learners
 from diloco.plan.intervals import Interval, advice, intervals, with_interval
 from diloco.plan.options import PlanOptions
-from diloco.plan.tables import as_json, cost_table, costs_as_json, tables
+from diloco.plan.tables import (
+    as_json,
+    cost_table,
+    costs_as_json,
+    lever_table,
+    levers_as_json,
+    tables,
+)
 
 _SYNC: Final = re.compile(r"(?m)^\s*\[\s*sync\s*\][^\n]*")
 _SECTION: Final = re.compile(r"(?m)^\s*\[")
@@ -105,6 +112,7 @@ def run_plan(options: PlanOptions) -> None:
     regions = inputs.read_regions(options, prices)
     made = make_plan(settings, fleet, model.parameters, sized, tokens=tokens, seed=options.seed)
     costs = compare(prices, regions, made)
+    cheaper = levers(prices, regions, made, settings.sync.block)
     possible = intervals(settings, fleet, model.parameters, model.sizes_of, seed=options.seed)
     # Without a file the run's length is unknown, on which the warning of momentum depends.
     warned = warnings(settings) if options.config else []
@@ -118,6 +126,7 @@ def run_plan(options: PlanOptions) -> None:
     if options.json:
         document = as_json(made, possible, model.parameters, tokens) | {"warnings": warned}
         document["costs"] = costs_as_json(costs, prices, regions, made)
+        document["costs"]["levers"] = levers_as_json(cheaper)
         asked = settings.sync.interval_steps
         document["costs"]["a_day_by_interval"] = {
             one.steps: at_interval(costs[0], asked, one.steps) for one in possible
@@ -130,7 +139,8 @@ def run_plan(options: PlanOptions) -> None:
         active = f"{model.active_parameters:,} of {model.parameters:,} parameters"
         console.print(f"a token passes {active}; all of them travel\n", soft_wrap=True)
     found = tables(settings, fleet, made, possible, model.parameters, tokens, costs[0])
-    for table in [*found, cost_table(costs, prices, regions, made)]:
+    found.append(cost_table(costs, prices, regions, made))
+    for table in [*found, lever_table(cheaper, settings.sync.interval_steps)]:
         console.print(table)
         console.print()
     for sentence in warned:

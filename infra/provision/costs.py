@@ -12,6 +12,8 @@ from diloco.infra.provision.fleet import FleetFile, FleetLearner, chips_of, host
 from diloco.infra.provision.known import Known
 from diloco.plan.costs import (
     BUS_BOOT_GIB,
+    CACHE_DISK_GIB,
+    CACHE_MACHINE,
     DISK,
     KEEPER_DISK_GIB,
     KEEPER_MACHINE,
@@ -51,6 +53,8 @@ def fleet_costs(
     found += [_machines(1, str(one), name, known, prices) for name, one in aggregators.items()]
     if fleet.keeper:
         found.append(_machines(1, KEEPER_MACHINE, "keeper", known, prices))
+    if fleet.caches:
+        found.append(_machines(len(fleet.caches), CACHE_MACHINE, "caches", known, prices))
     running = _running(fleet)
     found += [_learner(name, learner, known, prices) for name, learner in running.items()]
     found += [*_disks(fleet, prices), _gateways(fleet, prices), _secrets(fleet, prices)]
@@ -73,7 +77,7 @@ def _gateways(fleet: FleetFile, prices: Prices) -> ResourceCost:
     The few bytes that machines send through a gateway are not counted.
     """
     zones = [*fleet.nats.zones, *(one.zone for one in fleet.aggregators.values())]
-    zones += [fleet.nats.zones[0]] * fleet.keeper
+    zones += [fleet.nats.zones[0]] * fleet.keeper + fleet.caches
     for one in _running(fleet).values():
         zones += [one.zone] * hosts_of(one)
     machines = Counter(map(region_of, zones))
@@ -149,7 +153,7 @@ def _disks(fleet: FleetFile, prices: Prices) -> Iterator[ResourceCost]:
     servers = len(fleet.nats.zones)
     gib = Counter({STREAMS_DISK: servers * fleet.nats.disk_gib, DISK: servers * BUS_BOOT_GIB})
     gib[DISK] += sum(one.disk_gib for one in fleet.aggregators.values())
-    gib[DISK] += KEEPER_DISK_GIB if fleet.keeper else 0
+    gib[DISK] += KEEPER_DISK_GIB * fleet.keeper + CACHE_DISK_GIB * len(fleet.caches)
     for learner in _running(fleet).values():
         gib[DISKS.get(learner.kind, DISK)] += hosts_of(learner) * learner.disk_gib
     for kind, size in gib.items():

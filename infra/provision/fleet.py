@@ -384,6 +384,7 @@ class FleetFile(FileSection):
         images: images of boot disks.
         hourly_checkpoints: whether a timer makes a checkpoint of the run each hour.
         paused: whether no learner has machines for now.
+        caches: zones of caches, through which learners of the zone's region read versions.
         keeper: whether a machine recreates learners' lost machines (infra/keeper.py).
         stop_at: time in UTC from which on the keeper deletes all machines of learners.
         budget: dollars after which the keeper deletes all machines of learners.
@@ -413,6 +414,7 @@ class FleetFile(FileSection):
     images: Images = Images()
     hourly_checkpoints: bool = False
     paused: bool = False
+    caches: list[Zone] = []
     keeper: bool = True
     stop_at: Annotated[str, BeforeValidator(_moment)] | None = None
     budget: Budget | None = None

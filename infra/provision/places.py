@@ -42,13 +42,15 @@ def check_places(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
         if learner.kind != "cpu":
             yield from _accelerated(name, learner, known, unlisted=fleet.allow_unlisted)
     yield from _slices(fleet)
+    yield from _caches(fleet)
 
 
 def _placed(fleet: FleetFile) -> list[tuple[str, str]]:
-    """Returns (the key in the file, the zone) of each NATS server, aggregator and learner."""
+    """Returns (the key in the file, the zone) of each NATS server, aggregator, cache, learner."""
     return [
         *((f"nats.zones: {zone}", zone) for zone in fleet.nats.zones),
         *((f"aggregators.{name}", one.zone) for name, one in fleet.aggregators.items()),
+        *((f"caches: {zone}", zone) for zone in fleet.caches),
         *((f"learners.{name}", one.zone) for name, one in fleet.learners.items()),
     ]
 
@@ -97,6 +99,17 @@ def _slices(fleet: FleetFile) -> Iterator[FleetFinding]:
         )
 
 
+def _caches(fleet: FleetFile) -> Iterator[FleetFinding]:
+    """Yields a finding for two caches of a region, and for one that saves nothing."""
+    learners = Counter(region_of(one.zone) for one in fleet.learners.values())
+    for region, count in Counter(map(region_of, fleet.caches)).items():
+        if count > 1:
+            yield FleetFinding(f"caches: {region} has {count}, and its learners use one")
+        elif region == fleet.bucket() or learners[region] < 2:
+            why = "the bucket is there" if region == fleet.bucket() else "fewer than two learners"
+            yield FleetFinding(f"caches: that of {region} saves nothing: {why}", refused=False)
+
+
 def _subnets(fleet: FleetFile) -> Iterator[FleetFinding]:
     ranges = {region: ipaddress.ip_network(text) for region, text in fleet.subnets.items()}
     for (one, first), (other, second) in itertools.combinations(ranges.items(), 2):
@@ -110,7 +123,7 @@ def _subnets(fleet: FleetFile) -> Iterator[FleetFinding]:
     hosts: Counter[str] = Counter()
     for learner in fleet.learners.values():
         hosts[region_of(learner.zone)] += hosts_of(learner)
-    others = [*fleet.nats.zones, *(one.zone for one in fleet.aggregators.values())]
+    others = [*fleet.nats.zones, *fleet.caches, *(one.zone for one in fleet.aggregators.values())]
     hosts.update(region_of(zone) for zone in others)
     hosts[region_of(fleet.nats.zones[0])] += fleet.keeper
     for region, count in hosts.items():

@@ -7,6 +7,7 @@ locals {
     aggregator = "${local.name}-aggregator"
     learner    = "${local.name}-learner"
     keeper     = "${local.name}-keeper"
+    cache      = "${local.name}-cache"
   }
   labels = merge(var.labels, { diloco-run = var.run })
 
@@ -68,9 +69,18 @@ locals {
 
   digests = { for kind, path in var.releases : kind => filesha256(path) }
   startup_script = templatefile("${path.module}/startup.py.tftpl", {
-    files = { for name in ["boot.py", "install_release.py", "google_units.py", "livez.py", "cloud.py", "logs.py", "keeper.py", "ended.py"] : name => file("${path.module}/../${name}") }
+    files = { for name in ["boot.py", "install_release.py", "google_units.py", "livez.py", "cloud.py", "logs.py", "keeper.py", "ended.py", "cache.py"] : name => file("${path.module}/../${name}") }
   })
   livez_port = 9463 # as infra/livez.py has it
+
+  # NATS servers have the addresses from 11 on.
+  cache_port = 9465
+  caches = {
+    for zone in var.caches : regex("^(.*)-(?:ai[0-9])?[a-z]$", zone)[0] => {
+      zone    = zone
+      address = cidrhost(var.subnets[regex("^(.*)-(?:ai[0-9])?[a-z]$", zone)[0]], 10)
+    }
+  }
 
   # By the kind of the release that a machine runs.
   boot = {
@@ -119,8 +129,9 @@ locals {
     { for name, aggregator in module.aggregator : name => aggregator.service_account },
     { for name, identity in module.identity : name => identity.account.name },
     var.keeper ? { keeper = module.keeper[0].service_account } : {},
+    { for region, cache in module.cache : "cache-${region}" => cache.service_account },
   )
-  machines = concat(["nats-1", "nats-2", "nats-3"], keys(var.aggregators), keys(local.identities), var.keeper ? ["keeper"] : [])
+  machines = concat(["nats-1", "nats-2", "nats-3"], keys(var.aggregators), keys(local.identities), var.keeper ? ["keeper"] : [], [for region in keys(local.caches) : "cache-${region}"])
 }
 
 resource "google_project_service" "this" {
@@ -136,6 +147,7 @@ module "network" {
   tags              = local.tags
   metrics_port      = var.metrics_port
   livez_port        = local.livez_port
+  cache_port        = length(var.caches) > 0 ? local.cache_port : null
   monitoring_ranges = var.monitoring_ranges
 
   depends_on = [google_project_service.this]
@@ -288,6 +300,7 @@ module "learner" {
   paused           = var.paused || each.value.paused
   startup_script   = local.startup_script
   data             = var.data
+  cache            = try("http://${local.caches[regex("^(.*)-(?:ai[0-9])?[a-z]$", each.value.zone)[0]].address}:${local.cache_port}", null)
   boot             = local.boot[each.value.kind == "cpu" ? "cpu" : "tpu"]
   files            = local.files
   labels           = local.labels
@@ -327,6 +340,26 @@ module "keeper" {
   labels         = local.labels
 
   depends_on = [google_project_service.this]
+}
+
+# What learners of one region read of versions crosses regions once.
+module "cache" {
+  source         = "./modules/cache"
+  for_each       = local.caches
+  project        = var.project
+  run            = var.run
+  region         = each.key
+  zone           = each.value.zone
+  address        = each.value.address
+  port           = local.cache_port
+  image          = local.images.cpu
+  disk_gib       = 100
+  bucket         = module.objects.name
+  configuration  = module.configuration.name
+  subnetwork     = module.network.subnetworks[each.key]
+  tag            = local.tags.cache
+  startup_script = local.startup_script
+  labels         = local.labels
 }
 
 # An error that a unit of any machine of the run has logged, told at most every five minutes.

@@ -341,6 +341,19 @@ variable "data" {
   }
 }
 
+variable "caches" {
+  description = "Zones of caches, at most one of a region: learners of its region read versions through it, which then cross regions once. It pays where a region far from the bucket has several learners."
+  type        = set(string)
+  default     = []
+
+  validation {
+    condition = alltrue([
+      for zone in var.caches : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-(?:ai[0-9])?[a-z]$", zone)[0]])
+    ]) && length(distinct([for zone in var.caches : try(regex("^(.*)-(?:ai[0-9])?[a-z]$", zone)[0], zone)])) == length(var.caches)
+    error_message = "caches must be zones, such as us-east5-a, of different regions that have a range in subnets."
+  }
+}
+
 variable "paused" {
   description = "Whether no learner has machines for now: for a pause, or when the run has ended. NATS, aggregators, the bucket and all rights stay."
   type        = bool

@@ -6,6 +6,8 @@ Tests with nginx need Debian's package `nginx-light`; without it they are skippe
 import contextlib
 import getpass
 import http.server
+import itertools
+import json
 import os
 import shutil
 import signal
@@ -39,7 +41,7 @@ from diloco.learner.wire.fetch_versions import VersionFetcher
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gcs_server import GcsServer
 
-TEMPLATE = ROOT / "infra" / "nginx" / "cache.conf.tftpl"
+TEMPLATE = ROOT / "infra/terraform/modules/cache/nginx.conf.tftpl"
 needs_nginx = pytest.mark.skipif(
     shutil.which("nginx") is None, reason="Debian's package `nginx-light` is not installed"
 )
@@ -421,3 +423,68 @@ def test_a_region_reads_each_object_once_until_its_cache_is_killed(
         for process in (aggregator, *learners):
             process.check_clean_log()
         read_tape(world).check()
+
+
+SERVES = """
+import sys
+from pathlib import Path
+from diloco.infra.cache import serve
+from diloco.infra.cloud import Google
+
+metadata, token, config = sys.argv[1:]
+nginx = ("nginx", "-p", str(Path(config).parent), "-c", config, "-g", "daemon off;")
+sys.exit(serve(Google(metadata), Path(token), nginx, every_s=0.2))
+"""
+
+
+@needs_nginx
+def test_a_new_token_is_read_by_nginx_and_it_ends_with_its_program(tmp_path: Path) -> None:
+    tokens = ["first"]
+
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if tokens else 503)
+            self.end_headers()
+            if tokens:
+                self.wfile.write(json.dumps({"access_token": tokens[-1]}).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with (
+        GcsServer(tmp_path / "gcs", "bucket") as origin,
+        nginx(tmp_path / "nginx", origin.url, "lab") as server,
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as metadata,
+    ):
+        server.kill()
+        threading.Thread(target=metadata.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"http://127.0.0.1:{metadata.server_address[1]}/"
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVES, url, str(server.config.parent / "token.conf"), str(server.config)],
+            cwd=ROOT, start_new_session=True,
+        )  # fmt: skip
+        server.process = process
+        store = _gcs(origin)
+
+        def sent(number: int) -> str:
+            """The token with which a new object is read."""
+            data = bytes([number]) * 100
+            name = names.version_object("lab", 0, number, "delta", shards.digest(data))
+            store.put(name, data)
+            assert CachedStore(store, server.url, pause_s=0.0).get(name) == data
+            return origin.requests[-1].headers.get("Authorization", "")
+
+        eventually(lambda: page(server.port, "/"), "nginx listens")
+        assert sent(1) == "Bearer first"
+        # Without the metadata server it goes on with what it has.
+        tokens.clear()
+        time.sleep(0.5)
+        assert sent(2) == "Bearer first"
+        tokens.append("second")
+        numbers = itertools.count(3)
+        eventually(lambda: sent(next(numbers)) == "Bearer second", "the new token is used")
+        assert (server.config.parent / "token.conf").stat().st_mode & 0o777 == 0o600
+        process.terminate()
+        assert process.wait(60) == 0
+        eventually(lambda: not page(server.port, "/"), "nginx has ended")
+        metadata.shutdown()

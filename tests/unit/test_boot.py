@@ -479,6 +479,26 @@ def test_a_disk_gets_a_file_system_only_if_it_has_none(server: Machine) -> None:
     assert unit.read_text() == f"[Unit]\nRequiresMountsFor={server.root}/var/lib/nats/jetstream\n"
 
 
+def test_a_cache_has_nginx_of_debian_and_a_unit_of_its_own(cloud: Cloud, tmp_path: Path) -> None:
+    cloud.objects["common/cache-us-east5.conf"] = b"events {}"
+    cloud.parameters = {
+        "role": "cache", "name": "cache-us-east5", "bucket": "configuration", "kind": "cpu",
+        "release": {}, "secrets": {}, "environment": {}, "units": [],
+        "files": {"/etc/diloco/cache.conf": "common/cache-us-east5.conf"},
+    }  # fmt: skip
+    machine = Machine(tmp_path, cloud)
+    commands = machine.boot()
+    masked = commands.index("systemctl mask nginx.service")
+    installed = next(at for at, one in enumerate(commands) if "nginx-light" in one)
+    started = commands.index(f"systemctl enable --now {google_units.CACHE}")
+    assert masked < installed < started
+    assert f"systemctl restart --no-block {google_units.CACHE}" in commands
+    assert (tmp_path / "etc/diloco/cache.conf").read_bytes() == b"events {}"
+    assert not list((tmp_path / "etc/diloco").glob("*.env"))
+    # Again, with nothing new: what serves is left alone.
+    assert not any("restart" in one for one in machine.boot())
+
+
 def test_a_disk_of_an_earlier_machine_keeps_what_is_on_it(server: Machine) -> None:
     server.disk = "ext4\n"
     assert not any("mkfs" in command for command in server.boot())
@@ -501,6 +521,7 @@ LATER = {"UTC", "tomllib", "StrEnum", "Self", "file_digest", "TaskGroup", "Excep
     "name",
     [
         "boot",
+        "cache",
         "cloud",
         "ended",
         "join",

@@ -707,6 +707,39 @@ def test_the_cheapest_is_first_and_prices_decide_it():
     assert free[0].uploads == 0
 
 
+def test_levers_name_what_they_save_and_what_they_cost():
+    """Two learners a region: a cache halves what three regions read, and costs its machine."""
+    regions = ("us-central1", "us-east1", "us-west1", "europe-west4")
+    run = run_settings()
+    sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 12 * 10**9))
+    fleet = plan.Fleet(islands=(plan.PlannedIsland(step_s=6.0),) * 8)
+    made = plan.make_plan(run, fleet, 12 * 10**9, sized, updates=100)
+    table = plan_inputs.read_prices(None)
+    found = {one.name: one for one in costs.levers(table, regions * 2, made, run.sync.block)}
+    as_it_is, cached, short, alone, thin, both, _ = found.values()
+    assert as_it_is.cost == costs.compare(table, regions * 2, made)[0]
+    assert cached.cost.downloads == pytest.approx(as_it_is.cost.downloads / 2)
+    assert cached.cost.uploads == as_it_is.cost.uploads
+    caches = 3 * 24 * table.machines[costs.CACHE_MACHINE]
+    assert cached.cost.machines == pytest.approx(as_it_is.cost.machines + caches)
+    assert cached.uploads_free == pytest.approx(cached.cost.total - cached.cost.uploads)
+    assert short.cost.storage < cached.cost.storage / 2
+    # Of a block the codes are half as many bytes, and the scale is as large.
+    share = (1 / 4 + 2 / run.sync.block) / (1 / 2 + 2 / run.sync.block)
+    assert thin.cost.downloads == pytest.approx(as_it_is.cost.downloads * share, rel=0.01)
+    assert both.cost.downloads == pytest.approx(as_it_is.cost.downloads / 2 * share, rel=0.01)
+    assert both.cost.uploads == pytest.approx(as_it_is.cost.uploads * share, rel=0.01)
+    standby = 24 * (32 * 0.031611 + 256 * 0.004237)
+    assert short.cost.machines - alone.cost.machines == pytest.approx(standby)
+    assert [one.shipped for one in found.values()] == [True] * 4 + [False] * 3
+    assert [one.loss == (0, 0) for one in found.values()] == [True] * 4 + [False] * 3
+    # One learner a region has nothing to share, and beside the bucket nothing to pay for.
+    single = costs.levers(table, regions, made, run.sync.block)
+    assert single[1].cost == single[0].cost
+    near = costs.levers(table, regions[:1] * 8, made, run.sync.block)
+    assert near[1].cost == near[0].cost
+
+
 def test_machines_are_those_that_are_made():
     """For 12 billion parameters two n2-highmem-32, of which a day cost 100.6 dollars."""
     run = run_settings()

@@ -686,6 +686,34 @@ def test_a_stop_and_channels_are_variables(place: Path) -> None:
     assert "stop_at" not in (check(write(place, example())).variables or {})
 
 
+@pytest.mark.parametrize(
+    ("caches", "sentence", "refused"),
+    [
+        (["us-east5-a", "us-east5-b"], "us-east5 has 2, and its learners use one", True),
+        (["us-central1-a"], "that of us-central1 saves nothing: the bucket is there", False),
+        (["europe-west4-b"], "saves nothing: fewer than two learners", False),
+        (["us-south1-a"], "the region us-south1 has no range in subnets", True),
+    ],
+)
+def test_caches_that_save_nothing_are_named(
+    place: Path, caches: list[str], sentence: str, refused: bool
+) -> None:
+    found = check(write(place, example("mixed") | {"caches": caches}))
+    said = [one for one in found.findings if sentence in one.sentence]
+    assert [one.refused for one in said] == [refused]
+
+
+def test_a_cache_is_a_machine_with_a_disk(place: Path) -> None:
+    document = example("mixed")
+    with_it = {one.what: one.dollars for one in check(write(place, document)).costs}
+    del document["caches"]
+    without = {one.what: one.dollars for one in check(write(place, document)).costs}
+    assert with_it["caches: 1 x e2-standard-2"] == pytest.approx(24 * 0.067006)
+    added = sum(v or 0 for v in with_it.values()) - sum(v or 0 for v in without.values())
+    disk = 100 * 0.10 * 12 / 365.25
+    assert added == pytest.approx(24 * (0.067006 + 0.0014) + disk)
+
+
 def test_a_fleet_that_is_paused_pays_for_no_learner(place: Path) -> None:
     found = {
         one.what: one.dollars for one in check(write(place, example() | {"paused": True})).costs

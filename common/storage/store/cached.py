@@ -1,9 +1,10 @@
 """Reads objects that are named by their contents through a cache nearby (docs/adr/0091).
 
 The cache is an HTTP server that answers GET with the object's bytes, or a range of them, such as
-the nginx of `infra/nginx/cache.conf.tftpl`. It gets no credentials. No byte of it is believed: a
-whole object must have the digest that its name states, and of a range the caller verifies the bytes
-by checksums from the store itself. Whatever is wrong with the cache, the store is read instead.
+nginx with `infra/terraform/modules/cache/nginx.conf.tftpl`. It gets no credentials. No byte of it
+is believed: a whole object must have the digest that its name states, and of a range the caller
+verifies the bytes by checksums from the store itself. Whatever is wrong with the cache, the store
+is read instead.
 """
 
 import contextlib

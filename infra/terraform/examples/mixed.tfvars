@@ -37,5 +37,7 @@ learners = {
   tester   = { zone = "us-central1-b", kind = "cpu", machine_type = "n2-standard-8" }
 }
 
+caches = ["us-east5-b"] # its three learners read each version once from the bucket
+
 operators         = ["group:training@example.org"]
 monitoring_ranges = ["10.64.0.0/20"]

@@ -64,6 +64,24 @@ run "learner_called_operator" {
   expect_failures = [var.learners]
 }
 
+run "two_caches_of_a_region" {
+  command = plan
+
+  variables {
+    caches = ["us-central1-a", "us-central1-b"]
+  }
+  expect_failures = [var.caches]
+}
+
+run "cache_without_a_range" {
+  command = plan
+
+  variables {
+    caches = ["mars-north1-a"]
+  }
+  expect_failures = [var.caches]
+}
+
 run "typo_of_an_aggregator" {
   command = plan
 

@@ -416,6 +416,37 @@ run "budget" {
   }
 }
 
+run "caches" {
+  command = plan
+
+  variables {
+    caches = ["us-east5-a"]
+  }
+  assert {
+    condition     = module.cache["us-east5"].read.role == "roles/storage.objectViewer" && module.cache["us-east5"].read.condition[0].expression == "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/global/')"
+    error_message = "a cache reads what every learner of the run may read, and nothing else"
+  }
+  assert {
+    condition = [for rule in module.network.firewalls : { from = rule.source_tags, to = rule.target_tags }
+    if contains(flatten(rule.allow[*].ports), "9465")] == [{ from = toset(["diloco-demo-learner"]), to = toset(["diloco-demo-cache"]) }]
+    error_message = "9465 is open to learners, and to nobody else"
+  }
+  assert {
+    condition     = module.cache["us-east5"].instance.network_interface[0].network_ip == "10.64.16.10" && length(module.cache["us-east5"].instance.network_interface[0].access_config) == 0
+    error_message = "it has a fixed address, and none on the internet"
+  }
+  assert {
+    condition = { for name, one in module.learner : name => try(jsondecode(one.template.metadata["diloco"]).environment.DILOCO_STORE_CACHE, "none") } == {
+      central = "none", east = "http://10.64.16.10:9465", europe = "none", tester = "none"
+    }
+    error_message = "the learners of its region are told of it, and no others"
+  }
+  assert {
+    condition     = strcontains(module.cache["us-east5"].nginx.content, "proxy_pass https://storage.googleapis.com/my-project-demo-diloco/demo/global/;") && !strcontains(module.cache["us-east5"].nginx.content, "$${")
+    error_message = "nginx is told of the run's versions alone"
+  }
+}
+
 run "a_stop_and_alerts" {
   command = plan
 

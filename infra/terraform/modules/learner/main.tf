@@ -36,6 +36,7 @@ locals {
       # All hosts are told the same: who is which, and where host 0 is, stands in what Google's metadata
       # say of a slice, and JAX reads it there.
       local.hosts == 1 ? {} : { DILOCO_LEARNER_COORDINATOR = "auto" },
+      var.cache == null ? {} : { DILOCO_STORE_CACHE = var.cache },
     )
   })
 }

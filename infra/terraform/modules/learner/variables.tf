@@ -102,6 +102,11 @@ variable "flex_start_hours" {
   type        = number
 }
 
+variable "cache" {
+  description = "URL of the cache through which it reads versions; null: none."
+  type        = string
+}
+
 variable "data" {
   description = "Prepared data that each machine copies before its learner starts; null for none."
   type        = string

@@ -83,6 +83,21 @@ resource "google_compute_firewall" "routes" {
   }
 }
 
+resource "google_compute_firewall" "caches" {
+  count       = var.cache_port == null ? 0 : 1
+  name        = "${var.name}-caches"
+  description = "Learners, and nobody else, read through the caches."
+  network     = google_compute_network.this.id
+  direction   = "INGRESS"
+  source_tags = [var.tags.learner]
+  target_tags = [var.tags.cache]
+
+  allow {
+    protocol = "tcp"
+    ports    = [tostring(coalesce(var.cache_port, 0))]
+  }
+}
+
 resource "google_compute_firewall" "ssh" {
   name          = "${var.name}-ssh-by-iap"
   description   = "People come in by IAP, which asks who they are."

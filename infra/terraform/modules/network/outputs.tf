@@ -26,6 +26,6 @@ output "firewalls" {
       google_compute_firewall.clients, google_compute_firewall.routes, google_compute_firewall.ssh,
       google_compute_firewall.health,
     ],
-    google_compute_firewall.metrics[*],
+    google_compute_firewall.metrics[*], google_compute_firewall.caches[*],
   )
 }

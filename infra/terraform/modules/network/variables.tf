@@ -10,7 +10,7 @@ variable "subnets" {
 
 variable "tags" {
   description = "Network tags of the kinds of machines."
-  type        = object({ nats = string, aggregator = string, learner = string, keeper = string })
+  type        = object({ nats = string, aggregator = string, learner = string, keeper = string, cache = string })
 }
 
 variable "metrics_port" {
@@ -20,6 +20,11 @@ variable "metrics_port" {
 
 variable "livez_port" {
   description = "Port of /livez on learners' machines."
+  type        = number
+}
+
+variable "cache_port" {
+  description = "Port of the caches; null: there are none."
   type        = number
 }
 
