@@ -83,6 +83,15 @@ def test_a_folder_of_rows_with_images_has_both_sides_and_nothing_else(tmp_path, 
     assert "npz" in caught.value.hint or "weights" in caught.value.hint
 
 
+def test_rows_with_images_beside_text_are_refused_where_no_image_is_read(tmp_path):
+    np.save(tmp_path / "train-1.npy", np.arange(80, dtype=np.uint16))
+    read(tmp_path)
+    with pytest.raises(TaskError) as caught:
+        TokenFolders(str(tmp_path), length=LENGTH, vocab=CONFIG.vocab).train(seed=0)
+    assert "train*.npz" in caught.value.message
+    assert "images" in caught.value.hint
+
+
 def moved(axis, by):
     places = ROW["image_position_ids"].copy()
     places[0, 0, axis] += by

@@ -97,11 +97,18 @@ def files_of(folder: Path, side: str) -> list[Path]:
     """Returns the token files of one side, "train" or "held_out", by name.
 
     Raises:
-        TaskError: the folder has no such files.
+        TaskError: the folder has no such files, or rows with images beside them.
     """
     found = sorted(folder.glob(f"{side}*.npy"))
+    pictured = any(folder.glob(f"{side}*.npz"))
+    if found and pictured:
+        raise TaskError(
+            f"data={str(folder)!r} has rows with images ({side}*.npz) beside text, which would not"
+            " be read",
+            hint="move them into a folder of their own; the option images reads them:"
+            " docs/models.md",
+        )
     if not found:
-        pictured = any(folder.glob(f"{side}*.npz"))
         raise TaskError(
             f"data={str(folder)!r} has no {side}*.npy (seen from {Path.cwd()})",
             hint="its rows with images need the option images: docs/models.md"
