@@ -223,8 +223,9 @@ class _Supervisor:
             await self._copy_part(action.copy_from)
         if self._child is not None:  # It was killed.
             await self._child.process.wait()
-        if self._state.me.process.formation != made.number:
-            return  # Another formation has begun meanwhile.
+        process = self._state.me.process
+        if (process.formation, process.phase) != (made.number, "running"):
+            return  # The formation is over meanwhile.
         self._words.begin()
         place = {
             "hosts": str(self._rules.hosts * len(made.slices)),
@@ -235,14 +236,14 @@ class _Supervisor:
         options = [word for key, value in place.items() for word in (f"--{key}", value)]
         place["formation"] = ",".join(map(str, made.slices))
         variables = {f"DILOCO_LEARNER_{key.upper()}": value for key, value in place.items()}
-        process = await asyncio.create_subprocess_exec(
+        started = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "diloco", *self._arguments, *options),
             env=environment_with({**variables, **self._words.environment()}),
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-        child = self._child = _Child(process, made.number)
-        status = await process.wait()
+        child = self._child = _Child(started, made.number)
+        status = await started.wait()
         if child is self._child:
             self._child = None
         if status not in (0, -signal.SIGKILL):

@@ -125,12 +125,12 @@ FAULTS = int(os.environ.get("TESTS_FAULTS", "4"))
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 * FAULTS + 600)
-@pytest.mark.parametrize(("slices", "hosts"), [(2, 2), (3, 1)])
-def test_any_host_may_be_lost_at_any_moment(new_world, slices, hosts, capsys):
+@pytest.mark.parametrize(("slices", "hosts", "keep_batch"), [(2, 2, True), (4, 1, False)])
+def test_any_host_may_be_lost_at_any_moment(new_world, slices, hosts, keep_batch, capsys):
     """By a seed: a process killed or hung, a machine lost, cut off for a while, or asked to end."""
     world = new_world(run=ENDLESS, gc=WHOLE)
     world.aggregator()
-    processes = start(world, slices, hosts)
+    processes = start(world, slices, hosts, keep_batch=keep_batch)
     rng, pauses = random.Random(int(os.environ.get("TESTS_SEED", "1"))), []
     until_merged_by(world, slices)
     for _ in range(FAULTS):
