@@ -75,7 +75,7 @@ def _without_manifest(place: str) -> DataError:
         )
     if folder is not None and (folder / "config.json").exists():
         return DataError(
-            f"{place!r} is no prepared data, but a checkpoint, as it has a config.json",
+            f"{place!r} is not prepared data, but a checkpoint, as it has a config.json",
             hint=f"name the folder in the task's option model, {checked}",
         )
     if folder is not None and any(folder.glob("train*.npy")) and not (folder / UNFINISHED).exists():
