@@ -325,15 +325,20 @@ def _freeze() -> None:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Stop Python's garbage collector during the block; run it after every few blocks."""
+    """Stop Python's garbage collector during the block; run it after every few blocks.
+
+    The collector is started again if it ran before; then it looks through the whole world at once.
+    """
     _freeze()
+    runs = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
         if next(_simulated) % COLLECT_EVERY == 0:
             gc.collect()
+        if runs:
+            gc.enable()
 
 
 def simulate(plan: Trial) -> Outcome:
@@ -362,5 +367,10 @@ def simulate(plan: Trial) -> Outcome:
 
 
 def simulate_alone(plan: Trial) -> Outcome:
-    """Works as `simulate`; the outcome has no world, so that it can be sent to another process."""
+    """Works as `simulate`; the outcome has no world, so that it can be sent to another process.
+
+    From the first call on, the process's garbage is collected by `simulate` alone: it simulates
+    nothing but seeds.
+    """
+    gc.disable()
     return replace(simulate(plan), world=None)

@@ -1,5 +1,6 @@
 """Many seeds of faults of every kind, and none breaks an invariant."""
 
+import gc
 from collections import Counter
 
 import pytest
@@ -84,6 +85,19 @@ def test_an_update_over_the_allowance_that_is_read_after_a_recovery_is_of_its_ow
     """Its learner has joined again meanwhile: time and speed are the newer life's."""
     outcome = simulate(Trial(seed=7073, minutes=1.0, learners=3, kinds=FULL))
     assert outcome.violation is None
+
+
+def test_a_seed_leaves_the_garbage_collector_on_or_off_as_it_was():
+    """A process of seeds alone has it off: it looked through each whole world once more."""
+    plan = Trial(seed=0, minutes=0.2)
+    try:
+        gc.disable()
+        simulate(plan)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    simulate(plan)
+    assert gc.isenabled()
 
 
 def test_a_seed_repeats_itself():
