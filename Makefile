@@ -33,7 +33,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture extras test-extras test-stores test-models tpu cuda test-alerts test-slurm operators-hour test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture extras test-extras test-stores test-models test-lm-eval tpu cuda test-alerts test-slurm operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
 	attack attack-live bench headline quality quality-large sim release terraform lock clean
 
@@ -126,6 +126,19 @@ test-models: install .venv-models/installed ## hold models against transformers;
 	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		-r locks/oracle.lock
 	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check \
+		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
+	@touch $@
+
+# lm_eval[hf], in an environment that has nothing of the project either.
+test-lm-eval: install .venv-lm-eval/installed ## hold evaluate --lm-eval against lm_eval itself; TORCH="torch==..." as test-extras
+	@DILOCO_TEST_LM_EVAL=$(abspath .venv-lm-eval/bin/python) $(RUN) pytest -rs \
+		tests/models/test_lm_eval.py $(ARGS)
+
+.venv-lm-eval/installed: locks/lm-eval.lock locks/torch.lock
+	@$(PYTHON) -m venv .venv-lm-eval
+	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--require-hashes -r locks/lm-eval.lock
+	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check \
 		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
 	@touch $@
 
@@ -226,11 +239,12 @@ bench: install ## run the benchmarks; BENCHES="merge stall:encode" for some of t
 # Of some hundreds of runs in virtual time; those that RESULTS holds are not run again.
 quality: install ## sweep the quality of training, for some hours of one core; RESULTS=runs/quality.jsonl
 	@mkdir -p $(dir $(RESULTS))
-	@for task in language student transfer; do \
+	@for task in language student transfer skills; do \
 		$(RUN) bench.sweep --results $(RESULTS) --task $$task $(ARGS) || exit 1; \
 	done
 	@$(RUN) bench.curves --results $(RESULTS) --task student
 	@$(RUN) bench.curves --results $(RESULTS) --task transfer
+	@$(RUN) bench.curves --results $(RESULTS) --task skills
 	@$(RUN) bench.curves --results $(RESULTS) --plot $(dir $(RESULTS))quality.png \
 		--proof $(dir $(RESULTS))quality-proof.png
 

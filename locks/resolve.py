@@ -21,7 +21,11 @@ EXTRAS = ("arrow", "cuda", "keras", "notebook", "tensorboard", "tokens", "torch"
 # Of the releases: which extras runtime.lock has.
 RUNTIME = ("buckets",)
 # Programs for tests, each in an environment of its own: they need other versions than ours.
-APART = {"oracle": "transformers>=5.24\njinja2>=3\npeft>=0.18", "stores": "moto[s3,server]>=5"}
+APART = {
+    "lm-eval": "lm_eval[hf]>=0.4.13,<0.5",
+    "oracle": "transformers>=5.24\njinja2>=3\npeft>=0.18",
+    "stores": "moto[s3,server]>=5",
+}
 # torch.lock has torch; or it is a build for this machine, as the Makefile says. TensorFlow is what
 # keras-hub asks for and, on the JAX backend, does not import; nor do tunix's models import its
 # data sets.
@@ -37,6 +41,7 @@ BESIDE = {
     "keras": ("torch", "trainers"),
     "trainers": ("torch",),
     "tunix": ("torch", "trainers", "keras"),
+    "lm-eval": ("trainers",),
     "oracle": ("trainers",),
 }
 OPTIONS = ("--universal", "--python-version", "3.11", "--fork-strategy", "fewest",

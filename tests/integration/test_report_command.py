@@ -125,6 +125,17 @@ def test_a_task_that_writes_no_text(ended_run: World) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_lm_eval_takes_decoders_and_local_task_files(ended_run: World) -> None:
+    file = ended_run.folder / "task.yaml"
+    file.write_text("task: one\n")
+    for name, wanted in ((str(file), "writes no folder that"), ("hellaswag", "a task file of")):
+        words = ["evaluate", str(ended_run.folder), "--lm-eval", name]
+        done = diloco(*words, cwd=ended_run.folder)
+        assert done.returncode in (Exit.CONFIG, Exit.TASK)
+        assert wanted in done.stderr
+        assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("command", ["report", "evaluate", "sample"])
 def test_a_run_that_is_not_there(command: str, tmp_path: Path) -> None:
     done = diloco(command, str(tmp_path / "nothing"))

@@ -34,10 +34,25 @@ def evaluate(
         bool, typer.Option(help="keep scores in the run's store, for diloco report")
     ] = True,
     json: Annotated[bool, typer.Option("--json", help="print each score as JSON")] = False,
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(
+            "--lm-eval", help="also score lm_eval's tasks: YAML files, by commas", metavar="TASKS"
+        ),
+    ] = None,
+    lm_eval_python: Annotated[
+        str | None,
+        typer.Option(
+            "--lm-eval-python",
+            help="Python that has lm_eval[hf] [default: this one]",
+            metavar="PYTHON",
+        ),
+    ] = None,
 ) -> None:
     """Score the global model on the task's held-out data."""
     with interrupts_wait():
         from diloco.run.model.evaluate import Pace, run_evaluate
+        from diloco.run.model.lm_eval import LmEval
 
     asyncio.run(
         run_evaluate(
@@ -46,6 +61,7 @@ def evaluate(
             pace=Pace(every_s, share) if follow else None,
             keeps=keep,
             json=json,
+            lm_eval=None if lm_eval is None else LmEval.of_options(lm_eval, lm_eval_python),
         )
     )
 

@@ -26,6 +26,7 @@ from diloco.run.cli.opening import open_run
 from diloco.run.cli.screen import plain_table, say_json, working
 from diloco.run.cli.versions import find_targets
 from diloco.run.model.follower import Follower
+from diloco.run.model.lm_eval import LmEval, beside, require_decoder
 from diloco.run.model.whole import FollowRules
 from diloco.run.timeseries import TimeSeries
 
@@ -59,21 +60,30 @@ class Scorer:
         context: the run's context.
         task: the run's task.
         model: builds the task's parameters from views.
+        lm_eval: also scores each model by lm_eval; None: not.
     """
 
-    def __init__(self, context: RunContext, task: "Task", model: "GlobalModel") -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        task: "Task",
+        model: "GlobalModel",
+        lm_eval: LmEval | None = None,
+    ) -> None:
         self._context = context
         self._task = task
         self._model = model
+        self._lm_eval = lm_eval
         # The last view of each fragment: the next version is one delta away.
         self._views: dict[int, tuple[str, np.ndarray]] = {}
 
     @classmethod
-    async def of_run(cls, context: RunContext) -> "Scorer":
-        """Returns a scorer with the run's task.
+    async def of_run(cls, context: RunContext, lm_eval: LmEval | None = None) -> "Scorer":
+        """Returns a scorer with the run's task; arguments as the class.
 
         Raises:
-            DilocoError: the task cannot be built here, or a leaf of the run cannot be read.
+            DilocoError: the task cannot be built here, or a leaf of the run cannot be read; lm_eval
+                is to score a task that writes no folder of transformers.
             ModuleNotFoundError: JAX is not installed.
         """
         # Reading stored scores needs no JAX.
@@ -81,7 +91,9 @@ class Scorer:
         from diloco.run.model.view import GlobalModel
 
         task = await asyncio.to_thread(model_of, context.settings)
-        return cls(context, task, await GlobalModel.of_run(context, task))
+        if lm_eval is not None:
+            require_decoder(context, task)
+        return cls(context, task, await GlobalModel.of_run(context, task), lm_eval)
 
     async def newest(self) -> wire.Score:
         """Scores the newest view of every fragment.
@@ -126,6 +138,9 @@ class Scorer:
         self, records: Sequence[wire.Record], seqs: Sequence[int], views: Sequence[np.ndarray]
     ) -> wire.Score:
         (figures, slices), text = await asyncio.to_thread(self._evaluate, views)
+        if self._lm_eval is not None:
+            found = await self._lm_eval.measure(self._context, self._task, views, records)
+            figures = beside(figures, found)
         merged = sum(record.totals.tokens_credited for record in records)
         return wire.Score(
             run=self._context.run,
@@ -192,6 +207,9 @@ async def read_scores(
 ) -> list[wire.Score]:
     """Returns the stored scores of this epoch, in order of the time of their versions.
 
+    Of a version that was scored more than once, such as without and with lm_eval, one score has
+    the metrics of all.
+
     Args:
         context: the run's context.
         known: scores that were read before, by object's name; new ones are added to it.
@@ -201,7 +219,11 @@ async def read_scores(
         StoreError: the store is unreachable.
     """
     reading = _read_stored(context, thinned=thinned, known=known)
-    found = {score.record_seqs: score async for score in reading}
+    found: dict[tuple[int, ...], wire.Score] = {}
+    async for score in reading:
+        before = found.get(score.record_seqs, score)
+        both = {"metrics": before.metrics | score.metrics}
+        found[score.record_seqs] = score.model_copy(update=both)
     return sorted(found.values(), key=lambda score: score.at_s)
 
 
@@ -357,6 +379,7 @@ async def run_evaluate(
     pace: Pace | None = None,
     keeps: bool,
     json: bool,
+    lm_eval: LmEval | None = None,
 ) -> None:
     """Scores RUN's model and prints the score; arguments as the options of `diloco evaluate`.
 
@@ -383,7 +406,7 @@ async def run_evaluate(
         logger = log.get(run=run.context.run)
         keep_programs(run.config.learner.compilation_cache_dir, logger)
         with working("loading the task and its held-out data"):
-            scorer = await Scorer.of_run(run.context)
+            scorer = await Scorer.of_run(run.context, lm_eval)
         if version is not None:
             with working("evaluating"):
                 score = await _of_version(scorer, run.context, version)
