@@ -1,7 +1,7 @@
 """Tables and a figure of the quality sweep's results.
 
-    .venv/bin/python -m bench.curves --results FILE [--task language|student|transfer] [--plot PNG]
-        [--proof PNG]
+    .venv/bin/python -m bench.curves --results FILE [--task language|student|transfer|skills]
+        [--plot PNG] [--proof PNG]
 
 A ratio is the mean over seeds of the ratios of each seed, with its standard error: runs of one
 seed begin alike and draw the same batches.
@@ -197,6 +197,56 @@ def proof_table(results: Results) -> None:
         print(f"| {name} | {len(losses)} | {mean:.4f} | {' | '.join(over)} |")
 
 
+def _beside(values: Losses, base: Losses) -> str:
+    """How far values exceed others of the same seeds, in points of a percent, with the error."""
+    apart = [100 * (values[seed] - base[seed]) for seed in values if seed in base]
+    if not apart:
+        return ""
+    error = np.std(apart, ddof=1) / np.sqrt(len(apart)) if len(apart) > 1 else float("nan")
+    return f"{np.mean(apart):+.1f}" + (f" ± {error:.1f}" if len(apart) > 1 else "")
+
+
+def _mean_and_error(values: Losses, form: str) -> str:
+    """The mean over seeds of values, with its standard error."""
+    given = list(values.values())
+    error = f" ± {np.std(given, ddof=1) / np.sqrt(len(given)):{form}}" if len(given) > 1 else ""
+    return f"{np.mean(given):{form}}{error}"
+
+
+def skills_table(results: Results, when: str) -> None:
+    """Loss and exact answers, in percent, of each system beside data-parallel of its optimizer.
+
+    `when`: "before" or "after" the fine-tuning.
+    """
+
+    def by_seed(name: str, budget: int, skill: str, figure: str) -> Losses:
+        """A figure by seed, of a skill or, where that is "", of all."""
+        lines = sorted(results.lines.get(("skills", name, budget), {}).items())
+        found = ((seed, line[when]) for seed, line in lines)
+        return {
+            seed: (scored["slices"][skill] if skill else scored["figures"])[figure]
+            for seed, scored in found
+        }
+
+    rows = results.names("skills")
+    line = next(iter(results.lines["skills", *rows[0]].values()))
+    skills = list(line[when]["slices"])
+    titles = (f"{when} fine-tuning", "seeds", "loss", "over data-parallel, %", *skills,
+              "all", "over data-parallel, points")  # fmt: skip
+    print(f"\n| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
+    for name, budget in rows:
+        of_adamw = name.startswith("adamw")
+        base = "adamw, data-parallel" if of_adamw else "data-parallel"
+        loss, exact = (by_seed(name, budget, "", figure) for figure in ("loss", "exact"))
+        cells = [name, str(len(loss)), _mean_and_error(loss, ".4f")]
+        cells += [_percent(loss, by_seed(base, budget, "", "loss")) if name != base else ""]
+        for skill in (*skills, ""):
+            values = by_seed(name, budget, skill, "exact")
+            cells.append(_mean_and_error({k: 100 * v for k, v in values.items()}, ".1f"))
+        cells += [_beside(exact, by_seed(base, budget, "", "exact")) if name != base else ""]
+        print(f"| {' | '.join(cells)} |")
+
+
 def rates_table(results: Results) -> None:
     """Loss at each peak rate."""
     if results.names("rates"):
@@ -326,12 +376,15 @@ def main() -> None:
     if results.names("main"):
         main_table(results)
     for group in dict.fromkeys(group for group, _, _ in results.lines):
-        if group not in ("main", "scavenging", "proof", "rates"):
+        if group not in ("main", "scavenging", "proof", "rates", "skills"):
             group_table(results, group)
     if results.names("scavenging"):
         scavenging_table(results)
     rates_table(results)
     proof_table(results)
+    if results.names("skills"):
+        skills_table(results, "before")
+        skills_table(results, "after")
     if options.proof:
         proof_plot(results, options.proof)
     if options.plot:

@@ -95,6 +95,11 @@ class DataParallel:
                 self.looks.append((self.step * self.learners, self._loss(trained)))
         return self._loss(trained) if self.step == self.steps else None
 
+    @property
+    def params(self) -> Params:
+        """The parameters after the steps so far."""
+        return self.began.params if self.state is None else self.state[0]
+
     def _loss(self, trained: Params) -> float:
         return held_out_loss(self.task, trained)
 

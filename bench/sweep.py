@@ -1,6 +1,6 @@
 """The quality sweep: every case of the matrix in virtual time, one line of JSON for each.
 
-    .venv/bin/python -m bench.sweep --results FILE [--task language|student|transfer]
+    .venv/bin/python -m bench.sweep --results FILE [--task language|student|transfer|skills]
         [--only GROUP,...] [--seeds 0,1,...] [--named TEXT]
 
 Cases that FILE has are not run again, so a sweep that was stopped goes on where it was.
@@ -8,6 +8,9 @@ Cases that FILE has are not run again, so a sweep that was stopped goes on where
 A case is a plain record. A budget is in inner steps of one learner of `LEARNERS` equal ones: every
 case of a budget trains over the same tokens. A fleet that is slower gets a longer run for it, and
 its learning rate follows that run.
+
+Of the task "skills", which is language with exercises (`diloco/models/bytes_lm/skills.py`), a line
+also has loss and exact answers before and after the same short data-parallel fine-tuning.
 """
 
 import argparse
@@ -23,9 +26,9 @@ import numpy as np
 
 from bench import emulate, tasks
 from bench.emulate import LifeSpan, Weather
-from bench.quality import data_parallel
+from bench.quality import DataParallel
 from diloco.common.process.config import RunSettings, make_config
-from diloco.learner.task import Batch, Params, Task
+from diloco.learner.task import Batch, Params, Task, scores
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import InnerStep
 
@@ -35,8 +38,13 @@ from diloco.learner.tensors.inner_step import InnerStep
 LEARNERS = 4
 BUDGETS = (120, 360, 1080, 3240)
 MIDDLE, LONG = BUDGETS[1:3]
-SEEDS = {"language": (0, 1, 2), "student": tuple(range(6)), "transfer": (0, 1, 2)}
 PROOF_SEEDS = tuple(range(8))
+SEEDS = {
+    "language": (0, 1, 2),
+    "student": tuple(range(6)),
+    "transfer": (0, 1, 2),
+    "skills": PROOF_SEEDS,
+}
 # Cases of the proof that are run with every seed before the others.
 FIRST = 5
 UNEQUAL = (1.0, 1.0, 0.5, 0.25)
@@ -46,7 +54,7 @@ LIFE_STEPS, AWAY_STEPS = 200.0, 20.0
 TRAVEL_STEPS = 1.0
 EXTRA = (0.25, 0.5, 1.0, 3.0)
 
-Kind = Literal["language", "student", "transfer"]
+Kind = Literal["language", "student", "transfer", "skills"]
 Inner = Literal["adamw", "muon"]
 Fleet = Literal["equal", "unequal", "kills", "scavenging"]
 Settings = dict[str, Any]
@@ -237,6 +245,24 @@ def proof(budget: int, seed: int) -> list[SweepCase]:
     ]
 
 
+def skills(budget: int, seed: int) -> list[SweepCase]:
+    """Data-parallel training beside the system, of loss and skills, the most telling first."""
+    near: Settings = CLOSE | {"sync.overlap_steps": 2}
+
+    def case(name: str, optimizer: Inner = "muon", **fields: Any) -> SweepCase:
+        return SweepCase(
+            group="skills", name=name, budget=budget, seed=seed, optimizer=optimizer, **fields
+        )
+
+    return [
+        case("data-parallel", data_parallel=True),
+        case("kills, tau = 2", settings=near, fleet="kills"),
+        case("equal, tau = 2", settings=near),
+        case("adamw, data-parallel", "adamw", data_parallel=True),
+        case("adamw, H = 24, kills", "adamw", fleet="kills"),
+    ]
+
+
 def rates(kind: Kind) -> list[SweepCase]:
     """Peak rates of each inner optimizer, in data-parallel and in the system."""
     choices = {"adamw": (4e-3, 8e-3, 1.6e-2), "muon": (4e-3, 8e-3, 1.6e-2, 3.2e-2)}
@@ -382,6 +408,8 @@ def scavenging(seed: int) -> list[SweepCase]:
 
 def matrix(task: Kind) -> list[SweepCase]:
     """All cases of a task, the most telling first."""
+    if task == "skills":
+        return [replace(c, task=task) for seed in PROOF_SEEDS for c in skills(2 * LONG, seed)]
     seeds, cases = SEEDS[task], rates(task)
     proofs = [proof(LONG, seed) for seed in PROOF_SEEDS]
     for part in (slice(0, FIRST), slice(FIRST, None)):
@@ -412,6 +440,10 @@ LANGUAGE_OPTIONS: dict[str, Any] = {
     "length": 64,
     "eval_batches": 256,
 }
+# Of the task "skills": the share of rows that are exercises; and of its fine-tuning, which is on
+# other batches, with a new AdamW, by all learners' batches in one.
+SKILLS_SHARE = 0.75
+TUNING_SHARE, TUNING_STEPS, TUNING_RATE, TUNING_SEED = 1.0, 120, 2e-3, 1000
 # Settings that fit the student's few tensors.
 STUDENT_SETTINGS: Settings = {"sync.fragments": 4, "sync.block": 16}
 # Length of the schedule that every case's run is scaled to: so all share one compiled step.
@@ -419,16 +451,21 @@ SCHEDULE_STEPS = 1000
 
 
 class Recipe(NamedTuple):
-    """A task and its inner optimizer, to compile; a rate of 0 is the task's own."""
+    """A task and its inner optimizer, to compile; a rate of 0 is the task's own.
+
+    `skills`: the share of rows that are exercises.
+    """
 
     kind: Kind
     optimizer: Inner
     rate: float
+    skills: float = 0.0
 
     @classmethod
     def of(cls, case: SweepCase) -> Self:
         """A case's."""
-        return cls(case.task, case.optimizer, case.rate or 0.0)
+        share = SKILLS_SHARE if case.task == "skills" else 0.0
+        return cls(case.task, case.optimizer, case.rate or 0.0, share)
 
 
 @functools.cache
@@ -438,6 +475,8 @@ def task_of(recipe: Recipe, seed: int) -> Task:
         "optimizer": recipe.optimizer,
         "learning_rate": recipe.rate or None,
     }
+    if recipe.skills:
+        options["skills"] = recipe.skills
     if recipe.kind == "student":
         task = tasks.student(steps=SCHEDULE_STEPS, seed=seed, **options)
     else:
@@ -454,13 +493,18 @@ def _inner_step(recipe: Recipe) -> InnerStep:
 def start_of(case: SweepCase) -> emulate.Begun:
     """The start of a case; its learning rate goes through its schedule once in its run."""
     recipe = Recipe.of(case)
-    inner_step, scale = _inner_step(recipe), SCHEDULE_STEPS / case.steps()
     began = emulate.first(task_of(recipe, case.seed), case.seed)
+    return began._replace(inner_step=_scaled(recipe, case.steps()))
+
+
+def _scaled(recipe: Recipe, steps: int) -> InnerStep:
+    """The inner step of a run of so many steps."""
+    inner_step, scale = _inner_step(recipe), SCHEDULE_STEPS / steps
 
     def scaled(trained: Params, state: Any, batch: Batch, step: Any) -> tuple[Params, Any, Any]:
         return inner_step(trained, state, batch, np.float32(step * scale))
 
-    return began._replace(inner_step=scaled)
+    return scaled
 
 
 def settings_of(case: SweepCase) -> RunSettings:
@@ -483,15 +527,30 @@ def run(case: SweepCase) -> dict[str, Any]:
     task, start = task_of(Recipe.of(case), case.seed), start_of(case)
     if case.data_parallel or case.alone:
         learners = 1 if case.alone else LEARNERS
-        loss = data_parallel(
-            task, steps=case.budget, seed=case.seed, learners=learners, began=start
-        )
-        return {"loss": loss, "share_of_tokens": 1.0}
+        parallel = DataParallel(task, start, learners, case.budget)
+        result = {"loss": parallel.run(), "share_of_tokens": 1.0}
+        return result | (_skills_of(case, parallel.params) if case.task == "skills" else {})
     settings = settings_of(case)
     layout = tree.task_layout(task, settings.sync)
-    outcome = emulate.emulate(settings, emulate.Start(task, layout, start), case.weather())
+    world = emulate.World(settings, emulate.Start(task, layout, start), case.weather())
+    outcome = world.run()
+    assert outcome is not None
     tokens = case.budget * LEARNERS * task.tokens_per_batch
-    return outcome._asdict() | {"share_of_tokens": outcome.tokens / tokens}
+    result = outcome._asdict() | {"share_of_tokens": outcome.tokens / tokens}
+    return result | (_skills_of(case, world.view()) if case.task == "skills" else {})
+
+
+def _skills_of(case: SweepCase, trained: Params) -> dict[str, Any]:
+    """Loss and exact answers of each skill, before and after the fine-tuning."""
+    recipe = Recipe("skills", "adamw", TUNING_RATE, TUNING_SHARE)
+    task = task_of(recipe, 0)
+    before = scores(task.evaluate(trained))
+    drawn = task_of(recipe, TUNING_SEED + case.seed)
+    began = emulate.Begun(trained, _scaled(recipe, TUNING_STEPS))
+    tuned = DataParallel(drawn, began, LEARNERS, TUNING_STEPS)
+    tuned.run()
+    after = scores(task.evaluate(tuned.params))
+    return {"before": before._asdict(), "after": after._asdict()}
 
 
 def known(path: Path) -> dict[str, dict[str, Any]]:

@@ -66,8 +66,8 @@ class Corpus:
 
 def held_out_names(names: "dict[str, bytes] | list[str]") -> set[str]:
     """Returns those of two or more relative paths that are held out: at least one, never all."""
-    by_hash = sorted(names, key=lambda name: (_stable_hash(name) % HELD_OUT_ONE_IN, name))
-    chosen = {name for name in by_hash if _stable_hash(name) % HELD_OUT_ONE_IN == 0}
+    by_hash = sorted(names, key=lambda name: (stable_hash(name) % HELD_OUT_ONE_IN, name))
+    chosen = {name for name in by_hash if stable_hash(name) % HELD_OUT_ONE_IN == 0}
     return (chosen or {by_hash[0]}) - ({by_hash[-1]} if len(chosen) == len(by_hash) else set())
 
 
@@ -118,7 +118,7 @@ def batches(
         int32[rows, L + 1]: windows that begin at uniformly random offsets of the training bytes.
     """
     while True:
-        rng = np.random.default_rng([seed, _stable_hash(learner), position])
+        rng = np.random.default_rng([seed, stable_hash(learner), position])
         starts_B = rng.integers(len(corpus.train) - length, size=batch)
         yield _windows(corpus.train, starts_B[rows], length)
         position += 1
@@ -153,7 +153,8 @@ def _windows(data: Bytes, starts_B: npt.NDArray[np.int64], length: int) -> Windo
     return windows
 
 
-def _stable_hash(text: str) -> int:
+def stable_hash(text: str) -> int:
+    """Returns a hash of a text that is the same in each process."""
     # hash() differs between processes.
     return zlib.crc32(text.encode())
 

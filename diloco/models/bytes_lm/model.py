@@ -22,10 +22,12 @@ import optax
 from jax.sharding import PartitionSpec
 from pydantic import AfterValidator, Field
 
+from diloco.common.protocol.errors import TaskError
 from diloco.learner.task import (
     AtLeastOne,
     Batch,
     Dtype,
+    Metrics,
     Natural,
     NotNegative,
     Params,
@@ -37,6 +39,7 @@ from diloco.learner.tensors.mesh import by_kind_of_axis, constrain
 from diloco.learner.tensors.optimizer import Matrices, Optimizer, direction_by, warmup_cosine
 from diloco.learner.tensors.utilization import flops_per_token
 from diloco.models.bytes_lm import corpus as data
+from diloco.models.bytes_lm import skills as exercises
 
 BYTES = 256
 # The prompt of a sample if the given prompt is empty.
@@ -313,6 +316,7 @@ class _Windows:
     seed: int
     batch: int
     length: int
+    skills: float
 
     @functools.cached_property
     def text(self) -> data.Corpus:
@@ -321,7 +325,7 @@ class _Windows:
         return found
 
     def rows(self, learner: str, position: int, start: int, stop: int) -> Iterator[Batch]:
-        return data.batches(
+        drawn = data.batches(
             self.text,
             seed=self.seed,
             learner=learner,
@@ -330,6 +334,14 @@ class _Windows:
             length=self.length,
             rows=slice(start, stop),
         )
+        return self._with_exercises(drawn, learner, position, start) if self.skills else drawn
+
+    def _with_exercises(
+        self, drawn: Iterator[data.Windows], learner: str, position: int, start: int
+    ) -> Iterator[Batch]:
+        for number, windows in enumerate(drawn, position):
+            key = (self.seed, data.stable_hash(learner), number)
+            yield exercises.mix(windows, share=self.skills, first=start, batch=self.batch, key=key)
 
     def batches(self, learner: str, position: int) -> Iterator[Batch]:
         return self.rows(learner, position, 0, self.batch)
@@ -386,6 +398,12 @@ def make_sampler(model: Decoder, length: int) -> Sample:
     return sample
 
 
+def _with_skills(loss: float, found: exercises.Skills) -> Metrics:
+    """Returns a loss of text, the mean share of exact answers, and each skill as a slice."""
+    exact = sum(figures["exact"] for figures in found.values()) / len(found)
+    return {"loss": loss, "exact": exact, "slices": found}
+
+
 @checked_options("the built-in task", "see the task's options in the run's configuration")
 def build(
     *,
@@ -408,6 +426,7 @@ def build(
     tied: bool | None = None,
     mlp: Mlp = "swiglu",
     remat: bool = True,
+    skills: Annotated[float, Field(ge=0, le=1)] = 0.0,
 ) -> Task:
     """Train a byte-level transformer on a corpus; losses are nats per byte.
 
@@ -432,6 +451,8 @@ def build(
         tied: whether the head is the embedding; the preset's choice if None.
         mlp: "swiglu" or "gelu".
         remat: recompute activations in the backward pass (on a CPU this is faster, too).
+        skills: share of rows that are exercises: induction, copying, brackets, addition, retrieval;
+            `evaluate` then also gives the share of unseen exercises that are answered exactly.
 
     Raises:
         TaskError: an option has a wrong type or value, or the corpus is missing or too small.
@@ -450,12 +471,19 @@ def build(
         )
     )
 
-    windows = _Windows(corpus, held_out, seed, batch, length)
+    if skills and length < exercises.LONGEST:
+        raise TaskError(
+            f"length={length} with skills={skills:g}: an exercise has {exercises.LONGEST} bytes",
+            hint="choose a longer length, or skills=0",
+        )
+    windows = _Windows(corpus, held_out, seed, batch, length, skills)
     eval_loss = jax.jit(functools.partial(next_token_loss, model))
+    measure = exercises.make_measure(model.apply)
 
-    def evaluate(params: Params) -> float:
+    def evaluate(params: Params) -> float | Metrics:
         unseen = windows.unseen(eval_batches)
-        return sum(float(eval_loss(params, window)) for window in unseen) / len(unseen)
+        loss = sum(float(eval_loss(params, window)) for window in unseen) / len(unseen)
+        return _with_skills(loss, measure(params)) if skills else loss
 
     return Task(
         init=model.init,
