@@ -113,7 +113,7 @@ def measured(write):
     def apply(params, tokens_PxW):
         def answers(tokens):
             logits = np.zeros((*tokens.shape, 256), np.float32)
-            for p, row in enumerate(tokens):
+            for p, row in enumerate(np.asarray(tokens)):
                 for w in range(len(row)):
                     logits[p, w, write(bytes(row[: w + 1].tolist()))] = 9.0
             return logits
