@@ -214,6 +214,18 @@ def test_a_view_has_one_score_however_often_it_was_scored() -> None:
     asyncio.run(twice())
 
 
+def test_metrics_of_an_older_score_stay_on_the_page() -> None:
+    """Not every version is scored by lm_eval; of what newer scores have too, theirs is shown."""
+    lab = Lab()
+    asyncio.run(lab.create())
+    for step, metrics in ((0, {"exact": 0.1, "pick_acc": 0.625}), (24, {"exact": 0.875})):
+        asyncio.run(keep(lab.context, score(step).model_copy(update={"metrics": metrics})))
+    made = report(*look_at(lab))
+    assert "pick_acc" in made
+    assert "0.625" in made
+    assert "0.875" in made
+
+
 def test_a_run_in_which_nothing_has_happened() -> None:
     lab = Lab()
     asyncio.run(lab.create())

@@ -265,7 +265,9 @@ def _sums(series: TimeSeries) -> dict[str, tuple[str, ...]]:
 def metrics(shown: Shown) -> SummaryTable | None:
     """Returns a table of the metrics of tasks; None if there are none.
 
-    There is a row for each learner, for the global model, and for each slice of held-out data.
+    There is a row for each learner, for the global model, and for each slice of held-out data. The
+    global model's metrics are of the newest score that has each, since not every version is scored
+    by `--lm-eval`.
     """
     beats = shown.series.beats
     by_row = {
@@ -273,7 +275,9 @@ def metrics(shown: Shown) -> SummaryTable | None:
     }
     if shown.scores:
         newest = shown.scores[-1]
-        by_row["global model"] = newest.metrics
+        by_row["global model"] = {
+            name: value for score in shown.scores for name, value in score.metrics.items()
+        }
         by_row |= {f"slice {name}": figures for name, figures in newest.slices.items()}
     found = {row: figures for row, figures in by_row.items() if figures}
     if not found:
