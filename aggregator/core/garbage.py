@@ -58,7 +58,8 @@ class Ledger:
         entries: the facts of each record.
         position: the position in the newest record.
         marks: by (learner, incarnation), the seq of the last update with a verdict.
-        answered_at: by learner, the stream sequence of the newest update with a verdict.
+        answered_at: by learner, the stream sequence of the last update with a verdict, if it is one
+            of the newest incarnation; 0 if none of that incarnation has a verdict.
     """
 
     run: str
@@ -67,7 +68,6 @@ class Ledger:
     entries: list[LedgerEntry] = field(default_factory=list)
     position: int = 1
     marks: dict[tuple[str, int], int] = field(default_factory=dict)
-    # Of the learner's newest incarnation.
     answered_at: dict[str, int] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
 
@@ -112,12 +112,12 @@ class Ledger:
         self.position = record.position
         self.marks = {(m.learner, m.incarnation): m.seq for m in record.policy.marks}
         newest = {one.learner: one.incarnation for one in record.policy.members}
-        before, self.answered_at = self.answered_at, {}
+        self.answered_at = {}
         for mark in sorted(record.policy.marks, key=lambda mark: mark.incarnation):
-            # An update of a superseded incarnation gives no data position: the one before stays.
-            superseded = mark.incarnation < newest.get(mark.learner, 0) < mark.stream_seq
-            known = before.get(mark.learner, 0)
-            self.answered_at[mark.learner] = known if superseded else mark.stream_seq
+            # What a superseded incarnation sent late gives no data position: the one before stays.
+            # Only a mark of the newest incarnation is surely not of such an update.
+            is_newest = mark.incarnation >= newest.get(mark.learner, 0)
+            self.answered_at[mark.learner] = mark.stream_seq if is_newest else 0
 
     def _update(self, taken: wire.Input) -> UpdateId:
         learner = self._names.setdefault(taken.learner, taken.learner)
@@ -307,7 +307,12 @@ class _Retention(NamedTuple):
         return sent.incarnation >= self.fleet.lives.get(sent.learner, 0)
 
 
-def plan_run(run: str, answered: Iterable[int], learners: Iterable[str]) -> tuple[Trim, ...]:
+def plan_run(
+    run: str,
+    answered: Iterable[int],
+    learners: Iterable[str],
+    marked: Iterable[tuple[str, int]],
+) -> tuple[Trim, ...]:
     """Plans which joins and leaves of learners to trim.
 
     Args:
@@ -315,12 +320,20 @@ def plan_run(run: str, answered: Iterable[int], learners: Iterable[str]) -> tupl
         answered: for each fragment the lower of its newest record's position, where recovery begins
             to read, and its oldest record's sequence, where a replay begins.
         learners: the learners whose messages to trim.
+        marked: (learner, incarnation) of the marks in the newest record of each fragment.
     """
     below_seq = min(answered)
+    # The joins after an incarnation's own tell which of its messages came too late to count.
+    joins_from: dict[str, int] = {}
+    for learner, incarnation in marked:
+        joins_from[learner] = min(incarnation, joins_from.get(learner, below_seq))
     return tuple(
-        Trim(subject(run, learner), below_seq)
+        trim
         for learner in sorted(learners)
-        for subject in (names.join, names.leave)
+        for trim in (
+            Trim(names.join(run, learner), joins_from.get(learner, below_seq)),
+            Trim(names.leave(run, learner), below_seq),
+        )
     )
 
 

@@ -182,9 +182,7 @@ class Collector:
         self._ledger.forget_below(plan.floor_seq)
         await delete(context, [item.name for item in plan.objects])
         if self._fragment == 0:
-            fragments = range(len(context.layout.fragments))
-            answered = [await answered_seq(context, fragment) for fragment in fragments]
-            await trim_tape(context, garbage.plan_run(context.run, answered, fleet.lives))
+            await trim_tape(context, await self._plan_run(fleet.lives))
             await delete(context, [info.name for info in retained.stale])
         size_bytes = sum(item.size_bytes for item in plan.objects)
         context.metrics.add(metrics.COLLECTED, size_bytes)
@@ -195,6 +193,18 @@ class Collector:
             size_bytes=size_bytes,
             took_s=round(context.runtime.clock() - began_s, 3),
         )
+
+    async def _plan_run(self, learners: Iterable[str]) -> tuple[Trim, ...]:
+        """Plans which joins and leaves of learners to trim, by each fragment's records."""
+        context = self._context
+        answered: list[int] = []
+        marked: list[tuple[str, int]] = []
+        for fragment in range(len(context.layout.fragments)):
+            newest, _ = await last_record(context, fragment)
+            oldest = await first_message(context, names.record(context.run, fragment))
+            answered.append(min(newest.position, oldest.seq))
+            marked += ((mark.learner, mark.incarnation) for mark in newest.policy.marks)
+        return garbage.plan_run(context.run, answered, learners, marked)
 
     async def _list(self) -> list[ObjectInfo]:
         """Returns the fragment's objects in the store, and the shards of its updates."""
@@ -302,17 +312,6 @@ def check_tape_is_newest(ledger: Ledger, found: Iterable[ObjectInfo]) -> None:
             hint="the stream was cut, or an older copy restored; nothing is deleted: "
             "runbooks/debug-with-replay.md",
         )
-
-
-async def answered_seq(context: RunContext, fragment: int) -> int:
-    """Returns the sequence below which neither recovery nor a replay of a fragment reads the tape.
-
-    Raises:
-        DilocoError: the fragment's newest record cannot be read.
-    """
-    newest, _ = await last_record(context, fragment)
-    oldest = await first_message(context, names.record(context.run, fragment))
-    return min(newest.position, oldest.seq)
 
 
 async def trim_tape(context: RunContext, trims: Iterable[Trim]) -> None:

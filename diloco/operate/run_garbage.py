@@ -112,6 +112,7 @@ async def find(context: RunContext, section: GcSection) -> GarbageFound:
     lives = _lives(heard, stored.learners)
     retained = await read_retained(context, section.keep_checkpoints, context.logger)
     found, answered = GarbageFound(), []
+    marked: list[tuple[str, int]] = []
     for fragment in range(len(context.layout.fragments)):
         ledger = Ledger(context.run, fragment, context.epoch)
         await read_on(context, ledger)
@@ -125,11 +126,12 @@ async def find(context: RunContext, section: GcSection) -> GarbageFound:
             replay_window_s=section.replay_window_s,
         )
         answered.append(plan.answered_seq if plan else 0)
+        marked += ledger.marks
         if plan is not None:
             found.objects += plan.objects
             found.trims += plan.trims
     await check_epoch(context)
-    found.trims += garbage.plan_run(context.run, answered, lives)
+    found.trims += garbage.plan_run(context.run, answered, lives, marked)
     found.objects += [GarbageObject("checkpoint", *info) for info in retained.stale]
     found.messages = sum(_count(heard.sequences[trim.subject], trim) for trim in found.trims)
     return found

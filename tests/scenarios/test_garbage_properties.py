@@ -495,8 +495,18 @@ def test_nothing_goes_where_the_records_do_not_reach_back_to_a_snapshot():
 
 
 def test_joins_and_leaves_stay_from_where_the_slowest_fragment_would_read_again():
-    assert garbage.plan_run("r", [30, 12, 44], ["b", "a"]) == (
+    assert garbage.plan_run("r", [30, 12, 44], ["b", "a"], []) == (
         garbage.Trim("diloco.r.join.a", 12),
+        garbage.Trim("diloco.r.leave.a", 12),
+        garbage.Trim("diloco.r.join.b", 12),
+        garbage.Trim("diloco.r.leave.b", 12),
+    )
+
+
+def test_joins_stay_from_the_oldest_incarnation_on_whose_messages_may_have_come_too_late():
+    marked = [("a", 9), ("a", 4), ("a", 7), ("b", 20)]
+    assert garbage.plan_run("r", [30, 12], ["b", "a"], marked) == (
+        garbage.Trim("diloco.r.join.a", 4),
         garbage.Trim("diloco.r.leave.a", 12),
         garbage.Trim("diloco.r.join.b", 12),
         garbage.Trim("diloco.r.leave.b", 12),

@@ -310,7 +310,9 @@ class Checkers:
     # Learners
 
     def on_began(self, life: Life, versions: Sequence[int], position: int) -> None:
-        """Note that a learner's life begins, with these versions, at this data position."""
+        """Checks the data position at which a life begins; notes it, and the life's versions."""
+        if self._is_judged(life):
+            self._guard(self.batches.begin, life, position)
         if life.epoch == self.epoch:
             for account in self.let_go.values():
                 account.begin(life, versions[account.fragment], position)

@@ -69,6 +69,13 @@ class Batches:
 
     # Learners
 
+    def begin(self, life: Life, position: int) -> None:
+        """Checks where a life's data begins: after all that its learner has announced in time."""
+        said = self._before(life.learner, life.incarnation)
+        expected = max((one.position for one in said), default=0)
+        what = f"begins at {position}, its learner's work ends at {expected}"
+        hold(position == expected, "batches", f"{life.learner} {life.incarnation}", what)
+
     def train(self, life: Life, position: int, holding: Holding) -> None:
         """Checks the batch, at this data position, on which a life begins a step."""
         assert self._sizes is not None

@@ -240,3 +240,32 @@ def test_collection_keeps_a_position_when_a_superseded_life_is_rejected_late(run
             assert await data_position(lab.context, "a") == 16
 
     run_async(scenario())
+
+
+def test_collection_keeps_a_position_though_newer_lives_have_sent_nothing(run_async):
+    """A late update of a superseded life is rejected; its position counted once the join was gone."""
+
+    async def scenario() -> None:
+        lab = Lab(replay_window_s=0)
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("b")
+            first = await lab.join("a")
+            await lab.send_many("a", 2)
+            await lab.join("a")
+            lab.lives["a"] = first
+            late = lab.upload("a")
+            await lab.announce(late)
+            await lab.answered(late)
+            await lab.join("a")
+            newest = await lab.send_many("b", 5 * SNAPSHOT_EVERY)
+
+            async def collected() -> bool:
+                first = (await lab.records())[0]
+                return first.record.version >= newest.version - 2 * SNAPSHOT_EVERY
+
+            await lab.until(collected, "a collection")
+            await lab.join("a")
+            assert await data_position(lab.context, "a") == 16
+
+    run_async(scenario())
