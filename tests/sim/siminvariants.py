@@ -83,7 +83,7 @@ class Checkers:
         self.epoch, self.joined, self.stopped = epoch, {}, False
         self.let_go = self._accounts()
         earlier = by_learner(file.data_positions)
-        self.batches = self._batches({**earlier, **file.specification.positions})
+        self.batches = self._batches({**file.specification.positions, **earlier})
         shut_out = {name for record in file.records for name in record.policy.quarantined}
         world = self._world
         self.admission = Admission(world.store.rotten, world.injected, shut_out)
