@@ -388,7 +388,7 @@ BUGS = {
     # Beside a newer life for ever, it may hide how far that one got.
     # After some newer lives nobody remembers which of its updates were answered.
     deaf_to_newer_joins: ((), {"superseded", "data", "position"}),
-    position_from_any_replica: ((), {"data"}),
+    position_from_any_replica: ((), {"batches", "data"}),
     position_before_the_commit: ((), {"position"}),
     no_fence: ((), {"chain"}),
     merged_again_out_of_order: ((), {"stopped"}),
