@@ -132,7 +132,7 @@ test-models: install .venv-models/installed ## hold models against transformers;
 # lm_eval[hf], in an environment that has nothing of the project either.
 test-lm-eval: install .venv-lm-eval/installed ## hold evaluate --lm-eval against lm_eval itself; TORCH="torch==..." as test-extras
 	@DILOCO_TEST_LM_EVAL=$(abspath .venv-lm-eval/bin/python) $(RUN) pytest -rs \
-		tests/models/test_lm_eval.py $(ARGS)
+		tests/models/test_scores_by_lm_eval.py $(ARGS)
 
 .venv-lm-eval/installed: locks/lm-eval.lock locks/torch.lock
 	@$(PYTHON) -m venv .venv-lm-eval

@@ -568,7 +568,8 @@ def _final_status(state: Agreement) -> int | None:
     """Returns the status with which the supervisor ends after its process; None: it goes on."""
     process = state.me.process
     if process.status == 0:
-        return None if process.formation == state.regrouped else 0
+        # Of a host that later formations left out it may be older.
+        return None if process.formation <= state.regrouped else 0
     if process.status > 0 and not find(process.status).restart:
         return process.status
     return None
