@@ -111,8 +111,8 @@ class HostReport(NamedTuple):
         formation: of a leader: the present formation; else the formation that it knows; None: none.
         process: its training process.
         closed: of a leader: the greatest number of a formation that is over.
-        regroup: the number of a formation that is to end at a step boundary, so that another one
-            can begin; 0: none is.
+        regroup: the number of the newest formation that was to end at a step boundary, so that
+            another one could begin; 0: none was.
         leaving: its supervisor was asked to end.
         over: the learner has ended; no further formation begins.
         newest: (incarnation, local step) of the newest part of a checkpoint on its host; None: it
@@ -185,7 +185,6 @@ class Agreement:
         strikes: by number, how often in a row the slice has broken a formation.
         formed_s: when the leader made or found the present formation.
         ended_s: when the training process ended by itself.
-        regrouped: the number of the newest formation that was to end at a step boundary; 0: none.
         asked: the number of the formation whose process was asked to leave; 0: none.
         alone: the hosts that were there when a group without all hosts was superseded: the group
             waits until it hears another host, or until `alone_until_s`. Empty: it was not.
@@ -198,7 +197,6 @@ class Agreement:
     strikes: Mapping[int, int] = field(default_factory=dict)
     formed_s: float = 0.0
     ended_s: float = 0.0
-    regrouped: int = 0
     asked: int = 0
     alone: frozenset[int] = frozenset()
     alone_until_s: float = 0.0
@@ -264,16 +262,18 @@ def decide(
     state = _noting_whole_slices(rules, state, present, now_s)
     if not set(present) <= state.alone or now_s >= state.alone_until_s:
         state = replace(state, alone=frozenset())
+    # Also what a leader has asked for that is lost since.
+    regroup = max(report.regroup for report in present.values())
+    state = replace(state, me=state.me._replace(regroup=regroup))
     leader = min(present)
     if leader != state.me.host:
         state = _following(state, present[leader])
-    elif any(report.leader < leader for report in present.values()):
+    elif any(report.leader < leader for host, report in present.items() if host != leader):
         # Others follow a host that this one does not hear: it must not lead beside that host.
         state = _with_others_formation(state, present)
     else:
         state = _leading(rules, state, present, now_s)
-    regrouped = max(state.regrouped, state.me.regroup)
-    state = replace(state, me=state.me._replace(leader=leader), regrouped=regrouped)
+    state = replace(state, me=state.me._replace(leader=leader))
     return _obeying(rules, state, present, now_s)
 
 
@@ -312,6 +312,7 @@ def _following(state: Agreement, leader: HostReport) -> Agreement:
 
 
 def _with_formation(state: Agreement, formation: Formation | None, regroup: int = 0) -> Agreement:
+    regroup = max(regroup, state.me.regroup)
     return replace(state, me=state.me._replace(formation=formation, regroup=regroup))
 
 
@@ -386,8 +387,8 @@ def _judging(
         for number in _ready(rules, state, present, now_s)
         if now_s - max(state.formed_s, state.whole_since[number]) >= rules.settle_s
     }
-    grows = settled > set(formation.slices)
-    return _with_formation(state, formation, formation.number if leaving or grows else 0)
+    regroups = leaving or settled > set(formation.slices)
+    return _with_formation(state, formation, formation.number if regroups else 0)
 
 
 def _after_clean_ends(
@@ -466,8 +467,7 @@ def _closing(state: Agreement, formation: Formation, blamed: set[int], now_s: fl
 
 
 def _closed(state: Agreement, formation: Formation) -> Agreement:
-    me = state.me._replace(formation=None, regroup=0, closed=formation.number)
-    return replace(state, me=me)
+    return replace(state, me=state.me._replace(formation=None, closed=formation.number))
 
 
 def _ready(
@@ -569,7 +569,7 @@ def _final_status(state: Agreement) -> int | None:
     process = state.me.process
     if process.status == 0:
         # Of a host that later formations left out it may be older.
-        return None if process.formation <= state.regrouped else 0
+        return None if process.formation <= state.me.regroup else 0
     if process.status > 0 and not find(process.status).restart:
         return process.status
     return None

@@ -366,10 +366,13 @@ FAULTS = st.lists(
 
 # A host whose clean end was long ago, when others regroup.
 LEFT_OUT = [("leave", 0, 0, 0.75), ("kill", 0, 0, 0.0)]
+# A leader that is lost after it has asked the others to regroup.
+LEADER_LOST = [("fail", 0, 0, 6.0), ("kill", 0, 0, 1.0)]
 
 
 @settings(max_examples=150, deadline=None)
 @example(LEFT_OUT, (3, 2))
+@example(LEADER_LOST, (2, 1))
 @given(FAULTS, st.sampled_from([(2, 1), (4, 2), (3, 2)]))
 def test_after_any_faults_all_slices_train_again(faults, shape):
     slices, hosts = shape
@@ -390,5 +393,7 @@ def test_after_any_faults_all_slices_train_again(faults, shape):
     for host in range(count):
         if host not in world.states:
             world.start(host)
-    world.run(2 * formation.LONGEST_OUT_S)
+    until_s = world.now_s + 2 * formation.LONGEST_OUT_S
+    while world.now_s < until_s and world.trains() != [tuple(range(slices))]:
+        world.run(5)
     assert world.trains() == [tuple(range(slices))]
