@@ -284,6 +284,30 @@ def test_an_end_before_the_last_version_is_named(eventful_tape):
     assert [finding.rule for finding in ask(lab, [*tape, *more]).findings] == ["stop", "end"]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "behind", "findings"),
+    [((0, 80), 0, []), ((0, 80), 8, ["stop"]), ((80,), 0, ["stop"]), ((0,), 8, [])],
+)
+def test_a_stop_may_have_been_decided_before_a_change_that_came_first(
+    eventful_tape, lengths, behind, findings
+):
+    """A stop cites the clock at which it was due; the run had its old length then."""
+    lab, tape = eventful_tape
+    last, (newest,) = tape[-1], [i for i in tape if isinstance(i.body, wire.Record)][-1:]
+    clock = newest.body.global_step
+    document = lab.context.settings.model_dump()
+    said: list[wire.Body] = []
+    for more in lengths:
+        settings = document | {"run": document["run"] | {"steps": clock + more}}
+        said.append(wire.Settings(run="lab", settings=settings, changed=(), by="operator"))
+    said.append(wire.Stop(run="lab", global_step=clock - behind, reason="steps", by="test"))
+    told = [
+        Entry(last.seq + at, last.time_s, f"diloco.lab.{body.kind}", body, 1)
+        for at, body in enumerate(said, 1)
+    ]
+    assert [finding.rule for finding in ask(lab, [*tape, *told]).findings] == findings
+
+
 @pytest.mark.parametrize(("named", "findings"), [(1, []), (2, []), (0, ["end"]), (3, ["end"])])
 def test_an_end_names_any_final_record_of_the_last_version(eventful_tape, named, findings):
     lab, tape = eventful_tape

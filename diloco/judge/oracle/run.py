@@ -68,6 +68,8 @@ class Oracle:
         self._remaker = remaker
         self._last_seq = 0
         self._stop_seq = self._end_seq = 0
+        # The run's clocks at which a stop was due by the messages until then.
+        self._due: set[int] = set()
 
     def take(self, item: Item) -> list[Violation]:
         """Judges the tape's next message; returns its violations."""
@@ -120,6 +122,8 @@ class Oracle:
                 yield from self._stop(body, seq)
             case wire.End():
                 yield from self._end(body, seq)
+        if isinstance(body, wire.Record | wire.Settings) and self._to_come() == []:
+            self._due.add(max(c.base.global_step for c in self.chains if c.base is not None))
 
     def _change(self, body: wire.Settings, seq: int) -> None:
         try:
@@ -167,20 +171,31 @@ class Oracle:
         if self._stop_seq:
             yield Violation("stop", seq, "run", "", "one stop", "another one")
         self._stop_seq = self._stop_seq or seq
-        newest = {c.fragment: c.base for c in self.chains if c.base is not None}
         # Any other reason is an early end, which is allowed at any time.
-        if len(newest) < len(self.chains) or stop.reason not in ("steps", "tokens"):
+        if stop.reason not in ("steps", "tokens"):
             return
+        # A stop and a change of settings are swaps on two subjects, and nothing orders them: a stop
+        # that was due may be stored after a change that its sender had not read. The run stops at
+        # the length that it had, since a run that has stopped does not go on (ADR 45).
+        missing = self._to_come()
+        if missing and stop.global_step not in self._due:
+            yield Violation("stop", seq, "run", "", "no fragment has a version to come", missing)
+
+    def _to_come(self) -> list[int] | None:
+        """Returns the fragments that have a version to come; None if not all have a record."""
+        newest = {c.fragment: c.base for c in self.chains if c.base is not None}
+        if len(newest) < len(self.chains):
+            return None
         settings = self._newest_settings()
         run = settings.run
         tokens = min(record.totals.tokens_credited for record in newest.values())
-        missing = [
+        if run.tokens and tokens >= run.tokens:
+            return []
+        return [
             fragment
             for fragment, record in newest.items()
             if numbers.clock_after(settings, fragment, record.global_step) <= run.steps
         ]
-        if missing and not (run.tokens and tokens >= run.tokens):
-            yield Violation("stop", seq, "run", "", "no fragment has a version to come", missing)
 
     def _end(self, end: wire.End, seq: int) -> Iterator[Violation]:
         if not self._stop_seq:
