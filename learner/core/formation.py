@@ -308,7 +308,7 @@ def _following(state: Agreement, leader: HostReport) -> Agreement:
     told = 0 if leader.formation is None else leader.formation.number
     if max(told, leader.closed) < known:
         return state  # It has just begun to lead, and has not yet heard of this formation.
-    return _with_formation(state, leader.formation, leader.regroup)
+    return _with_formation(state, leader.formation)
 
 
 def _with_formation(state: Agreement, formation: Formation | None, regroup: int = 0) -> Agreement:

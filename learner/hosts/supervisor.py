@@ -119,6 +119,7 @@ class _Supervisor:
         self._served: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._signals = 0
         self._child: _Child | None = None
+        self._killed = 0  # The formation whose training process this supervisor has killed.
         self._finished: asyncio.Future[int] | None = None
 
     async def run(self) -> int:
@@ -243,10 +244,12 @@ class _Supervisor:
             preexec_fn=_die_with_parent,
         )
         child = self._child = _Child(started, made.number)
+        if self._state.asked == made.number:  # While the checkpoint was copied.
+            started.send_signal(signal.SIGTERM)
         status = await started.wait()
         if child is self._child:
             self._child = None
-        if status not in (0, -signal.SIGKILL):
+        if status != 0 and made.number != self._killed:
             self._logger.warning("training_ended", status=status, number=made.number)
         self._state = formation.ended(self._state, made.number, status, time.monotonic())
         self._state = formation.noted(
@@ -263,12 +266,14 @@ class _Supervisor:
     def _end_if_silent(self) -> None:
         """Kills a training process that sends no notifications; its end then counts as its own."""
         silent_s = self._words.silent_s(PATIENCE * self._section.silent_s)
-        if self._child is not None and silent_s:
+        running = self._child is not None and self._child.formation != self._killed
+        if running and silent_s:
             self._logger.warning("training_silent", silent_s=round(silent_s, 1))
             self._kill()
 
     def _kill(self) -> None:
         if self._child is not None:
+            self._killed = self._child.formation
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.process.pid, signal.SIGKILL)
 
