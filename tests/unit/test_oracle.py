@@ -17,6 +17,7 @@ from diloco.aggregator.settings import change_settings
 from diloco.common.protocol import wire
 from diloco.common.storage.tape import Entry, effective_settings, load_specification, read_tape
 from diloco.judge.oracle import RULES, Oracle, Remaker, numbers
+from diloco.judge.oracle.data import Data
 
 WHOLE = {"enabled": False}
 # Everything that arithmetic can be, each at least once.
@@ -346,6 +347,27 @@ def test_a_trimmed_tape_is_judged_from_where_all_is_known(eventful_tape):
     oracle = ask(lab, [tape[0], *tape[at:]])
     assert oracle.findings == []
     assert oracle.chains[0].followed > 3
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["answered and announced again", "not answered"])
+def test_a_trimmed_tape_says_which_updates_were_answered_before_it(eventful_tape, number):
+    """What was answered and is announced again waits for nothing; a later update does."""
+    lab, tape = eventful_tape
+    bodies = [item.body for item in tape]
+    oldest = next(body for body in bodies if isinstance(body, wire.Record) and body.inputs)
+    taken = oldest.inputs[0]
+    manifest = next(
+        body for body in bodies
+        if isinstance(body, wire.Manifest) and (body.learner, body.seq) == (taken.learner, taken.seq)
+    ).model_copy(update={"seq": taken.seq + number})  # fmt: skip
+    specification = asyncio.run(load_specification(lab.bus, lab.context.run))
+    data = Data(specification, {})
+    data.missing_before(1000)
+    data.begin(oldest)
+    assert list(data.take(manifest, 1001)) == []
+    past = oldest.model_copy(update={"inputs": (), "position": 1002})
+    findings = list(data.resolve(past, 1003, followed=False))
+    assert [finding.rule for finding in findings] == ["position"] * number
 
 
 def test_a_mean_of_more_learners_takes_a_longer_step_where_they_may_lie():

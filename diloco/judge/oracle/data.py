@@ -182,12 +182,14 @@ class Data:
             learner.join(manifest.incarnation)  # Its join is trimmed.
         if manifest.incarnation == learner.incarnation:
             yield from self._check_data(manifest, seq, sent, learner)
-        waiting = Unanswered(
-            seq, manifest.tokens, not sent.unanswered, life.learner in self._shut_out
-        )
-        sent.unanswered[manifest.seq] = waiting
-        if waiting.due:
-            self._due[manifest.fragment].append((seq, life, manifest.seq))
+        # If it is not higher, the record at which the trimmed tape begins has answered it.
+        if manifest.seq > sent.answered:
+            waiting = Unanswered(
+                seq, manifest.tokens, not sent.unanswered, life.learner in self._shut_out
+            )
+            sent.unanswered[manifest.seq] = waiting
+            if waiting.due:
+                self._due[manifest.fragment].append((seq, life, manifest.seq))
         sent.seq, sent.position = manifest.seq, manifest.position
         sent.covered = max(sent.covered, manifest.position)
         sent.base_version = manifest.base_version
@@ -240,12 +242,14 @@ class Data:
 
     def begin(self, record: wire.Record) -> None:
         """Starts at a fragment's oldest record, or at the first one after an unreadable record."""
-        answered = {(mark.learner, mark.incarnation): mark.seq for mark in record.policy.marks}
+        for mark in record.policy.marks:
+            # A life whose manifests are trimmed, too: it may announce its last update again.
+            life = _Life(mark.learner, mark.incarnation, record.fragment)
+            self._sent[life].answered = mark.seq
         due = []
         for life, sent in self._sent.items():
             if life.fragment != record.fragment:
                 continue
-            sent.answered = answered.get(life[:2], 0)
             sent.unanswered = {
                 seq: waiting
                 for seq, waiting in sent.unanswered.items()
