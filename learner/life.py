@@ -215,7 +215,8 @@ class Life:
         watchdog_timeout_s = self.host.config.learner.watchdog_timeout_s
         health.limit_s = partial(meter.turn_limit_s, watchdog_timeout_s)
         health.view = meter.view
-        self.context.logger.info("started", position=synchronizer.position)
+        phases = health.phases()
+        self.context.logger.info("started", position=synchronizer.position, phases_s=phases)
         self.host.probes.start.over()
         self.host.background.spawn(report(health, manager))
         if log.on_terminal():

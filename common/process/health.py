@@ -83,7 +83,7 @@ class Health:
     clock: Callable[[], float] = time.monotonic
     troubles: dict[str, str] = field(default_factory=dict)
     _turned_at_s: float | None = field(default=None, init=False)
-    _phase_at_s: float | None = field(default=None, init=False)
+    _phases: list[tuple[str, float]] = field(default_factory=list, init=False)
 
     def trouble(self) -> tuple[str, ...]:
         """Returns the sentences of `troubles`, sorted by the components' names."""
@@ -100,13 +100,21 @@ class Health:
     def begin_phase(self, what: str) -> None:
         """Begins a phase of the daemon's start; `what` describes the phase, for people."""
         self.view = lambda: HealthView(what, NOT_YET)
-        self._phase_at_s = self.clock()
+        self._phases.append((what.partition(" ")[0], self.clock()))
+
+    def phases(self) -> dict[str, float]:
+        """Returns the seconds that the start's phases took so far, by each phase's first word."""
+        ends_s = [*(at_s for _, at_s in self._phases[1:]), self.clock()]
+        took_s: dict[str, float] = {}
+        for (word, at_s), end_s in zip(self._phases, ends_s, strict=True):
+            took_s[word] = round(took_s.get(word, 0.0) + end_s - at_s, 3)
+        return took_s
 
     def progresses(self) -> bool:
         """True if the start's phase is younger than `PHASE_S`, or a call is being retried."""
-        if self._phase_at_s is None or self.waiting():
+        if not self._phases or self.waiting():
             return True
-        return self.clock() - self._phase_at_s <= PHASE_S
+        return self.clock() - self._phases[-1][1] <= PHASE_S
 
     def turned(self) -> None:
         """Notes that the main loop has begun a turn."""

@@ -30,7 +30,9 @@ MEANINGS = {
     "compiled": "the merge is compiled, at the first start on a machine",
     "started fragments": "an aggregator: the number of fragments, or those that it is pinned to",
     "started every_s": "`diloco evaluate --follow` scores from now on",
-    "started position": "a learner: the join is on the tape; training begins at this data position",
+    "started position": (
+        "a learner has joined, and trains from this data position; how long it took"
+    ),
     "warned": "Python's `warnings` of a library. Of the compilation cache: empty its folder",
     "accelerator_unused": (
         "JAX trains on the CPU of a machine with accelerators ([installing](install.md))"

@@ -4,7 +4,9 @@ import contextlib
 import os
 import random
 import signal
+import statistics
 import time
+from datetime import datetime
 
 import psutil
 import pytest
@@ -131,19 +133,69 @@ def test_any_host_may_be_lost_at_any_moment(new_world, slices, hosts, keep_batch
     world = new_world(run=ENDLESS, gc=WHOLE)
     world.aggregator()
     processes = start(world, slices, hosts, keep_batch=keep_batch)
-    rng, pauses = random.Random(int(os.environ.get("TESTS_SEED", "1"))), []
+    rng, pauses, parts = random.Random(int(os.environ.get("TESTS_SEED", "1"))), [], []
     until_merged_by(world, slices)
     for _ in range(FAULTS):
         time.sleep(rng.uniform(0, 3))
         kind, host = rng.choice([kill, hang, lose, silence, ask]), rng.randrange(len(processes))
-        before, began_s = lives(world), time.monotonic()
+        before, began_s, at_s = lives(world), time.monotonic(), time.time()
         processes[host] = kind(world, processes[host])
         world.until(lambda before=before: lives(world) > before, "a new life", every_s=0.2)
         pauses.append(time.monotonic() - began_s)
         until_merged_by(world, slices)
+        parts.append(parts_of_pause(world, at_s))
         with capsys.disabled():
-            print(f"{kind.__name__} of host {host}: {pauses[-1]:.1f} s", flush=True)
+            line = f"{kind.__name__} of host {host}: {pauses[-1]:.1f} s"
+            print(f"{line}; {said(parts[-1])}", flush=True)
+    medians = {part: statistics.median(each[part] for each in parts) for part in parts[0]}
+    with capsys.disabled():
+        print(f"medians: {statistics.median(pauses):.1f} s; {said(medians)}")
     assert len(end(world).lives("a")) > FAULTS
+
+
+def parts_of_pause(world, fault_s) -> dict[str, float]:
+    """The seconds of each part of a pause, from the logs: from the fault to the first update.
+
+    `notice`: until supervisors agree on other slices; `again`: what was tried in vain, or for which
+    the life before had to end at a boundary; `form`: processes start, import JAX and meet; `build`,
+    `compile`, and `load`: parameters and checkpoint, with the join; `send`: until the first update.
+    """
+    logs = [
+        [(datetime.fromisoformat(event["timestamp"]).timestamp(), event) for event in events]
+        for process in world.processes
+        if process.log_path.stem.startswith("a.")
+        for events in [process.events()]
+    ]
+    after = [[(at_s, event) for at_s, event in log if at_s > fault_s] for log in logs]
+    # Host 0 of a formation alone joins the run.
+    started_s, started, log = min(
+        (
+            (at_s, event, log)
+            for log in after
+            for at_s, event in log
+            if event["action"] == "started" and "joining" in event["phases_s"]
+        ),
+        key=lambda found: found[0],
+    )
+    formed = [[at_s for at_s, event in log if event["action"] == "formation"] for log in after]
+    noticed_s = min(at_s for times in formed for at_s in times)
+    formed_s = max(at_s for at_s in formed[after.index(log)] if at_s < started_s)
+    sent_s = min(at_s for at_s, event in log if event["action"] == "sent" and at_s > started_s)
+    phases = dict(started["phases_s"])
+    met_s = started_s - sum(phases.values()) + phases.pop("meeting")
+    return {
+        "notice": noticed_s - fault_s,
+        "again": formed_s - noticed_s,
+        "form": met_s - formed_s,
+        "build": phases.pop("building"),
+        "compile": phases.pop("compiling"),
+        "load": sum(phases.values()),
+        "send": sent_s - started_s,
+    }
+
+
+def said(parts) -> str:
+    return ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items())
 
 
 def kill(_world, process):

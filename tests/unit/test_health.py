@@ -127,6 +127,15 @@ def test_a_phase_may_not_take_for_ever_unless_it_waits_for_others() -> None:
     assert health.progresses()
 
 
+def test_phases_of_a_start_are_timed_by_their_first_words() -> None:
+    clock = Clock()
+    health = Health(clock=clock)
+    for what, took_s in [("compiling", 5), ("loading 1 of 2", 1), ("loading 2 of 2", 2)]:
+        health.begin_phase(what)
+        clock.now_s += took_s
+    assert health.phases() == {"compiling": 5.0, "loading": 3.0}
+
+
 def test_troubles_are_told_and_leave_a_daemon_ready() -> None:
     health = Health(view=working)
     health.troubles["checkpoint"] = "checkpoints fail: disk full"
