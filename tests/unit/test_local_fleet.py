@@ -61,10 +61,11 @@ def test_a_learner_that_fails_alike_is_given_up_and_the_last_one_ends_the_run(
         assert [daemon.restarts for daemon in fleet.daemons.values()] == [ALIKE - 1] * 2
 
 
-def test_who_comes_back_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["", '{"action": "started"}\n'], ids=["never began", "began"])
+def test_who_is_killed_comes_back_and_is_told(tmp_path: Path, before: str) -> None:
     logs = tmp_path / "logs"
     with LocalDaemons(logs) as fleet:
-        (logs / "learner-0.log").write_text('{"action": "started"}\n')
+        (logs / "learner-0.log").write_text(before)
         command = ["learner", "--config", str(tmp_path / "absent.toml"), "--learner", "learner-0"]
         daemon = fleet.start("learner-0", command, spare=True)
         assert daemon.pid is not None
@@ -74,6 +75,16 @@ def test_who_comes_back_is_told(tmp_path: Path) -> None:
             fleet.look_after()
             time.sleep(0.02)
         assert fleet.came_back == ["learner-0 was ended by SIGKILL, and starts again"]
+
+
+def test_a_wrong_configuration_ends_the_run_at_once(tmp_path: Path) -> None:
+    with LocalDaemons(tmp_path / "logs") as fleet:
+        for name in ("learner-0", "learner-1"):
+            command = ["learner", "--config", str(tmp_path / "absent.toml"), "--learner", name]
+            fleet.start(name, command, spare=True)
+        with pytest.raises(DilocoError, match="ended with status 2; the end of its log:\n.*error"):
+            look_after(fleet)
+        assert fleet.restarts == 0
 
 
 def look_after(fleet: LocalDaemons) -> None:

@@ -16,7 +16,7 @@ from typing import IO, Self
 
 from diloco.common.process.config import environment_with
 from diloco.common.process.nats_server import LOOPBACK, NatsServer, free_port, is_full
-from diloco.common.protocol.errors import DilocoError
+from diloco.common.protocol.errors import DilocoError, find
 from diloco.operate.local.reaper import Reaper
 
 # A daemon is not restarted after this many failures within WITHIN_S seconds.
@@ -238,7 +238,8 @@ class LocalDaemons:
         """Checks the NATS server and the named daemons (all without names); restarts failed ones.
 
         Raises:
-            DilocoError: a daemon fails again and again; the message has the end of its log.
+            DilocoError: a daemon fails again and again, or its configuration or task is wrong; the
+                message has the end of its log.
         """
         if self._server is not None and not self._server.running:
             self._server.start()
@@ -273,7 +274,7 @@ class LocalDaemons:
             self._give_up(daemon, daemon.failed)
             return
         daemon.failed_at_s = [s for s in daemon.failed_at_s if now_s - s < WITHIN_S] + [now_s]
-        if len(daemon.failed_at_s) >= FAILURES or not self._ran_long(daemon):
+        if len(daemon.failed_at_s) >= FAILURES or self._is_wrong(daemon, daemon.failed):
             raise DilocoError(
                 f"{daemon.failed.name} ended with status {daemon.failed.status}; the end of its "
                 f"log:\n{self.tail(daemon)}",
@@ -295,9 +296,10 @@ class LocalDaemons:
         daemon.ended = True
         self.given_up.append(f"{said}; it is not started again ({_hint(failed.log_path)})")
 
-    def _ran_long(self, daemon: Daemon) -> bool:
-        """True if all the daemon's processes have logged "started"; else it is misconfigured."""
-        return all('"started"' in _read(process) for process in daemon.processes)
+    def _is_wrong(self, daemon: Daemon, failed: Process) -> bool:
+        """True if a daemon that never logged "started" says that a new start does not help it."""
+        began = all('"started"' in _read(process) for process in daemon.processes)
+        return not began and not find(failed.status or 0).restart
 
     def tail(self, daemon: Daemon) -> str:
         """Returns the last lines of a daemon's log; of several hosts, of the first that failed."""
