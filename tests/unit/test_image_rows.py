@@ -217,7 +217,7 @@ def test_a_tower_that_is_not_computed_is_refused_by_name(changes, word):
 def test_a_towers_tensors_have_partitions_and_are_no_tokens_operations():
     more = table(CONFIG).keys() - table(TEXT).keys()
     assert all(name.startswith("tower/") for name in more)
-    assert len(buffers_of(CONFIG)) == 7 * 4 + 2
+    assert len(buffers_of(CONFIG)) == len(buffers_of(TEXT)) + 7 * 4 + 2
     assert multiplied(CONFIG) == multiplied(TEXT)
 
     def cut(name):

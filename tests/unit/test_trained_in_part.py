@@ -3,6 +3,8 @@
 import jax
 import numpy as np
 import pytest
+import tomli_w
+from typer.testing import CliRunner
 
 from diloco.common.process.config import SyncSection
 from diloco.common.protocol.errors import TaskError
@@ -11,8 +13,9 @@ from diloco.learner.tensors.inner_step import make_inner_step
 from diloco.models.decoders import checkpoint
 from diloco.models.decoders.config import parse_config
 from diloco.models.decoders.task import build
-from diloco.models.decoders.tensor_names_and_shapes import table
-from tests.models.cases import QWEN3_MOE
+from diloco.models.decoders.tensor_names_and_shapes import buffers_of, table
+from diloco.program import app
+from tests.models.cases import GEMMA4, QWEN3_MOE
 
 EXPERTS = {"layers/expert_gate", "layers/expert_up", "layers/expert_down"}
 
@@ -20,14 +23,18 @@ EXPERTS = {"layers/expert_gate", "layers/expert_up", "layers/expert_down"}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint of a small mixture."""
-    place = tmp_path_factory.mktemp("mixture")
-    config, rng = parse_config(QWEN3_MOE, source=""), np.random.default_rng(0)
+    return written(tmp_path_factory.mktemp("mixture"), QWEN3_MOE)
+
+
+def written(place, document):
+    config, rng = parse_config(document, source=""), np.random.default_rng(0)
     leaves = {
         name: np.float32(0.1) * rng.standard_normal(entry.shape, np.float32)
         for name, entry in table(config).items()
     }
     checkpoint.write_checkpoint(place / "model", config, leaves)
-    np.save(place / "train.npy", rng.integers(96, size=400).astype(np.uint16))
+    for side in ("train", "held_out"):
+        np.save(place / f"{side}.npy", rng.integers(96, size=400).astype(np.uint16))
     return place
 
 
@@ -90,6 +97,33 @@ def test_what_is_not_trained_costs_no_gradient(folder):
     whole, experts = task_of(folder), task_of(folder, trained=["*/expert_*"])
     assert experts.flops_per_token < whole.flops_per_token
     assert experts.active_parameters == whole.active_parameters
+
+
+def test_buffers_never_travel_and_no_one_is_warned_of_them(tmp_path):
+    """Transformers has no gradient for them either; in bfloat16 they stay as they were read."""
+    written(tmp_path, GEMMA4)
+    options = {"model": str(tmp_path / "model"), "data": str(tmp_path), "length": 8, "batch": 2}
+    document = {
+        "run": {"name": "r", "steps": 100},
+        "store": {"url": "unused"},
+        "task": {"build": "diloco.models.decoders:build", "options": options},
+    }
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(document))
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml")])
+    assert (done.exit_code, "would take it" in done.output) == (0, True), done.output
+    assert "no gradient" not in done.output
+
+    config = parse_config(GEMMA4, source="")
+    assert buffers_of(config) == ("layers/sliding/scale", "layers/full/scale")
+    task = task_of(tmp_path, dtype="bfloat16")
+    assert travelling(task) == {
+        f"trained/{name}" for name in {*table(config)} - {*buffers_of(config)}
+    }
+    leaves = {name: np.asarray(rows) for name, rows in task.files.read(tmp_path / "model").items()}
+    task.files.write(tmp_path / "out", leaves, "float32")
+    again = checkpoint.read_checkpoint(tmp_path / "out", config)
+    for name, rows in checkpoint.read_checkpoint(tmp_path / "model", config).items():
+        np.testing.assert_array_equal(np.asarray(again[name]), np.asarray(rows))
 
 
 @pytest.mark.parametrize(

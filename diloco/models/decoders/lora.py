@@ -32,7 +32,13 @@ from diloco.models.decoders.config import DecoderConfig
 from diloco.models.decoders.experts import ADAPTERS, DOWN, GATE_UP, OUT, UP
 from diloco.models.decoders.groups import groups_of
 from diloco.models.decoders.model import Product, plain_product
-from diloco.models.decoders.tensor_names_and_shapes import LAYERS, TensorEntry, stacked, table
+from diloco.models.decoders.tensor_names_and_shapes import (
+    LAYERS,
+    TensorEntry,
+    buffers_of,
+    stacked,
+    table,
+)
 
 TRAINED, FROZEN = "trained/", "frozen/"
 _DRAWN = "dropout_keys"
@@ -192,11 +198,14 @@ def init_adapters(config: DecoderConfig, lora: Lora, key: jax.Array) -> Params:
 def base_dtypes(config: DecoderConfig, dtype: str) -> dict[str, np.dtype]:
     """Returns the dtype that each frozen tensor has in memory, by the tensor's name.
 
-    It is float32 for norms and for the gains of experts, and `dtype` for all others. That changes
+    It is float32 for norms, gains of experts and buffers, and `dtype` for all others. That changes
     no result: a step rounds the others to `dtype` before each product anyway.
     """
-    wide = ("norm", "router_gain")
-    return {n: jnp.dtype(jnp.float32 if n.endswith(wide) else dtype) for n in table(config)}
+    wide, buffers = ("norm", "router_gain"), {*buffers_of(config)}
+    return {
+        name: jnp.dtype(jnp.float32 if name in buffers or name.endswith(wide) else dtype)
+        for name in table(config)
+    }
 
 
 def with_adapters(

@@ -204,6 +204,7 @@ def build(
             "*/expert_*".
         frozen: patterns of tensors not to train among `trained`, such as "*/router*"; what is not
             trained is kept in `dtype`. None: with images the vision tower, "tower/*"; else none.
+            Buffers of transformers, such as `layer_scalar`, are never trained.
         images: {row = 1, patches = 2520} for a folder of rows with images: the greatest numbers of
             images in a row and of patches in an image. None: rows have no images, and the vision
             tower is not among the parameters.

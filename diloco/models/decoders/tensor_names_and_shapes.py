@@ -99,9 +99,9 @@ def table(config: DecoderConfig) -> dict[str, TensorEntry]:
 
 
 def buffers_of(config: DecoderConfig) -> tuple[str, ...]:
-    """Returns the names of the vision tower's tensors that are never trained."""
-    ends = (*BOUNDS, "std_bias", "std_scale")
-    return tuple(name for name in table(config) if name.startswith(TOWER) and name.endswith(ends))
+    """Returns the names of the tensors that are buffers in transformers, and never trained."""
+    ends = ("/scale", *(f"_{bound}" for bound in BOUNDS), "/std_bias", "/std_scale")
+    return tuple(name for name in table(config) if name.endswith(ends))
 
 
 def _tower(tower: "Tower", D: int) -> list[TensorEntry]:
