@@ -82,7 +82,7 @@ def test_a_wrong_configuration_ends_the_run_at_once(tmp_path: Path) -> None:
         for name in ("learner-0", "learner-1"):
             command = ["learner", "--config", str(tmp_path / "absent.toml"), "--learner", name]
             fleet.start(name, command, spare=True)
-        with pytest.raises(DilocoError, match="ended with status 2; the end of its log:\n.*error"):
+        with pytest.raises(DilocoError, match="ended with status 2; the end of its log"):
             look_after(fleet)
         assert fleet.restarts == 0
 
