@@ -143,6 +143,10 @@ class SimBroker(MemoryBroker):
                     pattern.subjects.append(subject)
         return pattern
 
+    def log_of(self, stream: str) -> list[Message]:
+        """Returns the messages of a stream that are not trimmed, in order."""
+        return [message for _, message in sorted(self._streams[stream].log.items())]
+
     def last_behind(self, stream: str, subject: str, behind: int) -> Message | None:
         """Returns a subject's last message on a replica that lacks the stream's newest messages.
 

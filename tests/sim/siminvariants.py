@@ -120,7 +120,10 @@ class Checkers:
         self._guard(self._ask_oracle, message)
 
     def _ask_oracle(self, message: Message) -> None:
-        for finding in self.oracle.take(message, self._stored, self._world.injected):
+        self._ask(self.oracle, message)
+
+    def _ask(self, oracle: OracleOfTapes, message: Message) -> None:
+        for finding in oracle.take(message, self._stored, self._world.injected):
             if finding.rule == "data" and LIAR in finding.about:
                 continue  # A learner may lie about its own data.
             raise Violation(f"oracle-{finding.rule}", finding.about, finding.sentence)
@@ -363,6 +366,17 @@ class Checkers:
         for chain in self.chains:
             late = [u for u, seq in chain.unresolved.items() if seq < self.end_seq]
             hold(not late, "resolved", chain.about, f"never resolved: {late}")
+
+    def check_what_is_left(self) -> None:
+        """Checks that a new oracle is silent on the messages that collection has left.
+
+        `diloco doctor` has no others. The oracle that reads along knows the whole tape, so it finds
+        no fault of the rules for a tape whose beginning is trimmed.
+        """
+        world = self._world
+        oracle = OracleOfTapes(world.layout, light=isinstance(world.tensors, Light))
+        for message in world.broker.log_of(names.tape_stream(world.run_name)):
+            self._ask(oracle, message)
 
     def fates(self) -> Counter[str]:
         """Returns the numbers of updates by fate, over all fragments."""

@@ -352,6 +352,8 @@ def simulate(plan: Trial) -> Outcome:
             world.run(scenario.run, plan.minutes * 60 + PATIENCE_S)
             if not world.damaged:
                 world.checkers.check_resolved()
+                if not world.tail_lost:
+                    world.checkers.check_what_is_left()
         except Violation as violation:
             outcome.violation = violation
         finally:

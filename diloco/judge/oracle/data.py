@@ -52,7 +52,8 @@ class _Sent:
 
     Attributes:
         seq: number of its newest update, whose `position` and `base_version` follow.
-        merged_version: the version that merged the newest update; 0 if none has.
+        merged_version: the version that merged the newest update, if the tape is trimmed the
+            earliest that can have; 0 if none has.
         answered: number of the newest update that a record answers.
         covered: the position up to which batches are sent; a leave may state more than updates do.
         unanswered: by number, the updates without a verdict.
@@ -193,7 +194,7 @@ class Data:
         sent.seq, sent.position = manifest.seq, manifest.position
         sent.covered = max(sent.covered, manifest.position)
         sent.base_version = manifest.base_version
-        sent.merged_version = 0
+        sent.merged_version = 0 if manifest.seq > sent.answered else manifest.base_version + 1
         self._say(manifest.learner, manifest.incarnation, manifest.position)
 
     def _check_data(
@@ -250,6 +251,8 @@ class Data:
         for life, sent in self._sent.items():
             if life.fragment != record.fragment:
                 continue
+            if sent.seq <= sent.answered:
+                sent.merged_version = sent.base_version + 1
             sent.unanswered = {
                 seq: waiting
                 for seq, waiting in sent.unanswered.items()
