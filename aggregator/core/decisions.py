@@ -192,8 +192,10 @@ class _Follower:
         if record.policy.rules != memory.RULES:
             self.state = None
             return OTHER_RULES
-        first = record.observations[0].what if record.observations else ""
-        why = self._cannot_begin(base) if first in GOES_ON and self.state is None else ""
+        first = record.observations[0] if record.observations else None
+        why = ""
+        if first and first.what in GOES_ON and self.state is None:
+            why = self._cannot_begin(base, first)
         self.commit = None
         for observation in record.observations:
             # A record has the observations of all tenures since the previous record. Each tenure
@@ -231,17 +233,20 @@ class _Follower:
         self.commit = None
         self._next = bisect_left(self._tape, base.position, key=attrgetter("stream_seq"))
 
-    def _cannot_begin(self, base: wire.Record) -> str:
+    def _cannot_begin(self, base: wire.Record, first: wire.Observation) -> str:
         """Returns why the machine cannot start from a record in the middle of a tenure, or ''.
 
         A record has the whole state of its machine only if no update was waiting. After the stop,
         an owner's deadline counts from the beginning of its tenure, which only the first record of
-        that tenure states.
+        that tenure states. Of messages that the machine received between the record and its next
+        observation nobody knows the time.
         """
         if base.position <= base.policy.seen_seq:
             return "updates were waiting when the record before was made"
         if base.policy.stopping_at_s:
             return "the record before was made after the run's stop"
+        if first.after_seq != base.policy.seen_seq:
+            return "the record does not say when its maker received the messages before"
         if base.policy.seen_seq + 1 < self._whole_from:
             return "the tape is trimmed before it"
         return ""

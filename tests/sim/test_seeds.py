@@ -87,6 +87,13 @@ def test_an_update_over_the_allowance_that_is_read_after_a_recovery_is_of_its_ow
     assert outcome.violation is None
 
 
+@pytest.mark.parametrize("seed", [230028, 231210, 231369])
+def test_a_trimmed_tape_breaks_no_rule(seed):
+    """An oracle that begins there did not know what was merged, dropped or heard before it."""
+    outcome = simulate(Trial(seed=seed, minutes=1.0, learners=3, kinds=FULL))
+    assert outcome.violation is None, explain(outcome)
+
+
 def test_a_seed_leaves_the_garbage_collector_on_or_off_as_it_was():
     """A process of seeds alone has it off: it looked through each whole world once more."""
     plan = Trial(seed=0, minutes=0.2)

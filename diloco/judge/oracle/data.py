@@ -122,6 +122,8 @@ class Data:
         self._due: dict[int, deque[tuple[int, _Life, int]]] = defaultdict(deque)
         # Versions of each fragment's rollbacks.
         self._floors: dict[int, list[int]] = defaultdict(list)
+        # Fragments of which a record came.
+        self._begun: set[int] = set()
         self._shut_out: set[str] = set()
         self._whole_from = 1
 
@@ -201,13 +203,16 @@ class Data:
         self, manifest: wire.Manifest, seq: int, sent: _Sent, learner: _LearnerData
     ) -> Iterator[Violation]:
         about = f"learner {manifest.learner} fragment {manifest.fragment}"
-        # The life's first updates may be trimmed.
-        begins = not sent.seq and self._whole_from > 1
+        # The life's first updates may be trimmed, or the records that say what it could drop.
+        trimmed = self._whole_from > 1
+        begins = trimmed and not sent.seq
         if manifest.seq != sent.seq + 1 and not begins:
             yield Violation("data", seq, about, "seq", sent.seq + 1, manifest.seq)
         start = manifest.position - manifest.steps
         least, most = self._bounds(manifest, sent, learner)
-        if not least <= start <= (math.inf if begins else most):
+        if trimmed and not (sent.seq and manifest.fragment in self._begun):
+            most = math.inf
+        if not least <= start <= most:
             yield Violation("data", seq, about, "position less steps", (least, most), start)
         if manifest.base_version < sent.base_version:
             yield Violation(
@@ -243,6 +248,7 @@ class Data:
 
     def begin(self, record: wire.Record) -> None:
         """Starts at a fragment's oldest record, or at the first one after an unreadable record."""
+        self._begun.add(record.fragment)
         for mark in record.policy.marks:
             # A life whose manifests are trimmed, too: it may announce its last update again.
             life = _Life(mark.learner, mark.incarnation, record.fragment)

@@ -249,6 +249,8 @@ class Chain:
             return "the tape is trimmed before it, or the run had stopped"
         if base.what == "verdict" and base.policy.closed_at_s >= base.opened_at_s:
             return "the record does not say how its maker began"
+        if seen.after_seq != base.policy.seen_seq:
+            return "the record does not say when its maker received the messages before"
         life = begin(self._layout, settings, base, max(seen.at_s, base.policy.closed_at_s))
         life.began_at_s, life.now_s = 0.0, seen.at_s
         life.opened_at_s, life.quorum_at_s = base.opened_at_s, base.quorum_at_s
