@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from diloco.common.process import log
-from diloco.common.process.config import Config, check_same_run, parse_settings
+from diloco.common.process.config import LearnerSection, check_same_run, parse_settings
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError, SupersededError
 from diloco.common.storage.bus import Bus, jetstream
@@ -44,6 +44,7 @@ from diloco.learner.life import (
     read_frozen,
     show_cache,
     show_series,
+    show_slices,
 )
 from diloco.learner.synchronizer import Meter, Planner, Synchronizer, never
 from diloco.learner.task import Params
@@ -208,9 +209,9 @@ def _leading_life(
     folder = own_folder(host, context)
     meter = Meter(context.learner, context.traffic)
     meter.full_tokens_per_s = host.member.full_tokens_per_s()
-    if formation := host.config.learner.formation:
-        meter.show({"slices": len(formation)})
-    life = host.starting(join(context, socket.gethostname(), platform_of(host.config)))
+    slices = slices_of(host.config.learner)
+    show_slices(context.metrics, slices)
+    life = host.starting(join(context, socket.gethostname(), platform_of(), slices))
     publisher = _publish_and_adopt(host, context, replica, meter, starts, peers, life)
     # Not before the join: an update of an earlier life that is still in flight is merged if it is
     # stored before the join, and rejected if after.
@@ -251,13 +252,20 @@ def _leading_life(
     )
 
 
-def platform_of(config: Config) -> str:
+def platform_of() -> str:
     """Returns the learner's devices, machine and Python version, as text for people."""
-    devices, section = jax.devices(), config.learner
+    devices = jax.devices()
     kind = f"{len(devices)} x {devices[0].device_kind}"
-    if section.formation:
-        kind += f" in {len(section.formation)} of {section.slices} slices"
     return f"{kind}, {platform.machine()} {platform.system()}, Python {platform.python_version()}"
+
+
+def slices_of(section: LearnerSection) -> wire.LearnerSlices | None:
+    """Returns the slices that train in this life; None: the learner does not have several."""
+    if not section.formation:
+        return None
+    return wire.LearnerSlices(
+        present=len(section.formation), given=section.slices, least=section.min_slices
+    )
 
 
 def _shares(

@@ -32,7 +32,7 @@ from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError, DilocoError, Exit, HostLostError
 from diloco.common.protocol.frozen import Frozen, Index
 from diloco.common.protocol.layout import Layout, parse_layout
-from diloco.common.protocol.wire import LEARNER_STATES
+from diloco.common.protocol.wire import LEARNER_STATES, LearnerSlices
 from diloco.common.storage.bus import Bus
 from diloco.common.storage.store import OUTCOMES, CachedStore, ObjectStore, open_nearby
 from diloco.learner.background import Background, Context
@@ -427,6 +427,13 @@ def show_cache(counted: Metrics, store: ObjectStore) -> None:
     if isinstance(store, CachedStore):
         for outcome in OUTCOMES:
             counted.set(metrics.CACHE_READS, store.reads[outcome], outcome)
+
+
+def show_slices(counted: Metrics, slices: LearnerSlices | None) -> None:
+    """Sets the metric of the slices that train, if the learner has several."""
+    if slices is not None:
+        counted.set(metrics.SLICES, slices.present, "present")
+        counted.set(metrics.SLICES, slices.given, "given")
 
 
 def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> None:

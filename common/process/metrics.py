@@ -114,6 +114,11 @@ ADOPTION = _gauge(
 )
 ADOPTION_STEPS = _gauge("learner_adoption_steps", "likewise, in inner steps", "of")
 STATE = _gauge("learner_state", "1 for the current state", "state")
+SLICES = _gauge(
+    "learner_slices",
+    "slices of a learner that has several: that train (`present`), and that it has (`given`)",
+    "of",
+)
 ADOPTED = _gauge("learner_version", "version adopted", "fragment")
 UNSENT = _gauge("learner_unsent_steps", "inner steps not yet announced", "fragment")
 SENDING = _histogram("learner_send_seconds", "time to send an update, by phase", SECONDS, "part")
@@ -203,7 +208,7 @@ DAEMON = (LIVE, READY, FAULTS, WAITING)
 LEARNER = (
     TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, METRIC, STEP_TIME, DELAY, DELAY_STEPS,
     ADOPTION, ADOPTION_STEPS, STALL, DATA_WAIT, RUN_TIME, UP, DOWN, CACHE_READS, SENT,
-    CHECKPOINTED_AT, CHECKPOINT_FAILURES, STATE, ADOPTED, UNSENT, SENDING,
+    CHECKPOINTED_AT, CHECKPOINT_FAILURES, STATE, SLICES, ADOPTED, UNSENT, SENDING,
 )  # fmt: skip
 AGGREGATOR = (
     FRAGMENTS, OWNED, REFUSED, VERSION, CLOCK, COMMITTED_AT, MERGED, REJECTED, DELIVERED, LOST,

@@ -18,7 +18,7 @@ from diloco.common.process.config import Broken, RunSettings, broken
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.protocol.reasons import find
 from diloco.common.protocol.wire import note
-from diloco.run.cli.format_numbers import human_bytes
+from diloco.run.cli.format_numbers import age, human_bytes
 from diloco.run.comparison import LAGGING_LEARNER, LOSS_SPIKE
 from diloco.run.contradictions import REJECTED_SHARE, REJECTED_UPDATES, contradictions
 from diloco.run.outliers import outliers
@@ -31,6 +31,7 @@ CHECKPOINTS_FAIL = "runbooks/checkpoints-fail.md"
 CLOCK_SKEW = "runbooks/clock-skew.md"
 DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 DISK_FULL = "runbooks/disk-full.md"
+FEWER_SLICES = "runbooks/fewer-slices.md"
 FRAGMENT_STOPPED = "runbooks/fragment-stopped.md"
 MISSING_OBJECT = "runbooks/missing-object.md"
 NATS_AWAY = "runbooks/nats-away.md"
@@ -56,6 +57,8 @@ SUDDEN_ENDS = 3
 # The cause if a learner ended by NaN or infinity, and the errors that show it.
 NOT_A_NUMBER = ", for values that are not finite (NaN)"
 NOT_FINITE = re.compile(r"\bnan\b|\binf|not a number|diverged", re.IGNORECASE)
+# Seconds that a learner may train with fewer slices than it has: a machine takes some to come back.
+FEWER_S = 600.0
 # The difference of clocks that is reported; a heartbeat may be LATE_S old when it arrives.
 SKEW_S, LATE_S = 1.0, 10.0
 ENDS = "see what ends it: systemctl status diloco-aggregator, its journal, its memory"
@@ -175,9 +178,11 @@ def _of_learner(one: LearnerStatus, *, whole: bool, stopped: bool) -> Iterator[F
     if found:
         yield from found
     elif one.left or stopped:
-        how = "took part to the end" if one.finished else "has left"
+        how = "took part to the end" if one.finished else f"has left{_its_least(one)}"
         if one.merged or not whole:
-            yield one.told(how, severity="ok")
+            # Nobody says whether all of its hosts were to end, or too few slices are left.
+            waits = one.slices is not None and one.slices.least > 1 and not one.finished
+            yield one.told(how, severity="note" if waits else "ok")
         else:
             yield one.told(f"{how}, and nothing of it was merged", severity="note")
     elif one.state == "training":
@@ -214,15 +219,32 @@ def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
         yield one.told(why, advice, LAGGING_LEARNER)
     if one.silent and not (one.left or stopped or one.failed):
         since = f"for {one.heard_s:,.0f} s" if one.heard_s is not None else "since it joined"
-        why = f"silent {since}, and has not left the run"
+        why = f"silent {since}, and has not left the run{_its_least(one)}"
         advice = "check whether its process runs and reaches NATS; start it again if not"
-        yield one.told(why, advice, LAGGING_LEARNER)
+        yield one.told(why, advice, FEWER_SLICES if one.slices else LAGGING_LEARNER)
+    if not (one.silent or one.left or one.failed or stopped):
+        yield from _of_its_slices(one)
     yield from _of_its_state(one)
     yield from _of_little_use(one)
     if one.trouble and not one.failed and not one.left:
         advice = "its log says more; a crash would cost it what its newest checkpoint lacks"
         page = CHECKPOINTS_FAIL if one.trouble.startswith("checkpoints fail") else LAGGING_LEARNER
         yield one.told(f"says: {note(one.trouble)}", advice, page)
+
+
+def _its_least(one: LearnerStatus) -> str:
+    """Returns with how many slices a learner trains, as the end of a sentence; "": it has one."""
+    if one.slices is None:
+        return ""
+    return f"; it has {one.slices.given} slices, and trains with {one.slices.least} or more"
+
+
+def _of_its_slices(one: LearnerStatus) -> Iterator[Finding]:
+    """Yields the finding that a learner has trained with fewer slices than it has for long."""
+    if one.slices is not None and one.slices.fewer_s > FEWER_S:
+        why = f"trains with {one.slices_said} slices, for {age(one.slices.fewer_s)}"
+        advice = "see which of its hosts are away, and start them again"
+        yield one.told(why, advice, FEWER_SLICES)
 
 
 def _of_its_state(one: LearnerStatus) -> Iterator[Finding]:

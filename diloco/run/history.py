@@ -408,7 +408,9 @@ def act_of(body: wire.Body, at_s: float) -> Event | None:
     """
     match body:
         case wire.Join() as join:
-            return Event(at_s, f"{join.learner} joined", "")
+            some = join.slices
+            slices = f" with {some.present} of {some.given} slices" if some is not None else ""
+            return Event(at_s, f"{join.learner} joined{slices}", "")
         case wire.Leave(fragments=()) as leave:
             return Event(at_s, f"{leave.learner} left", "")
         case wire.End():

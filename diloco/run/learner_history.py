@@ -110,11 +110,14 @@ class LearnerHistory:
             platform.
         errors: errors that ended its last lives.
         views: (version, time) of each check in which its view differed from the run's.
+        slices: from its newest join: its slices; `fewer_from_s`: since when its lives have had
+            fewer than it has; 0: it has all.
         twins_s: times at which an earlier life left although a newer one had joined.
         uploads_s: seconds that each of its last updates took to be stored.
         lives: number of its joins.
         joined: incarnation of its newest life; 0: the join was not read.
-        sudden_s: times at which a life joined although the one before had not left.
+        sudden_s: times at which a life joined although the one before had not left, nor lost a
+            slice.
         left: incarnation of the newest life that left in order, by a message of sequence
             `left_seq`; 0: none has.
         word: the newest message that quarantines it or lets it in again.
@@ -137,6 +140,8 @@ class LearnerHistory:
     release: tuple[str, str, str] = ("", "", "")
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
     views: list[tuple[int, float]] = field(default_factory=list)
+    slices: wire.LearnerSlices | None = None
+    fewer_from_s: float = 0.0
     twins_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     uploads_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     lives: int = 0
@@ -164,6 +169,22 @@ class LearnerHistory:
     took_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _newest: wire.Heartbeat | None = None
     _earlier: LifeTotals = field(default_factory=LifeTotals)
+
+    def join(self, join: wire.Join, seq: int, at_s: float) -> None:
+        """Notes a join with this stream sequence, stored at `at_s`."""
+        before, now = self.slices, join.slices
+        lost = before is not None and now is not None and now.present < before.present
+        if self.joined > self.left and not lost:
+            self.sudden_s.append(at_s)
+        self.lives, self.joined, self.host = self.lives + 1, seq, join.host
+        self.release = join.release, join.lock, join.platform
+        self.sent_at_s = max(self.sent_at_s, at_s)
+        if join.before:
+            self.errors.append(join.before)
+        if join.platform != wire.NOT_A_LEARNER:
+            fewer = now is not None and now.present < now.given
+            self.fewer_from_s = (self.fewer_from_s or at_s) if fewer else 0.0
+            self.slices = now
 
     def hear(self, beat: wire.Heartbeat, at_s: float) -> None:
         """Notes the next heartbeat, stored at `at_s`.

@@ -12,8 +12,16 @@ from typing import NamedTuple
 from diloco.common.protocol import wire
 from diloco.common.protocol.wire import LEARNER_STATES
 from diloco.run.contradictions import step_times
-from diloco.run.learner_history import Reading, throughput, told_delays
-from diloco.run.state import HOUR_S, Delays, LearnerStatus, ShardFigures, delays_of, share
+from diloco.run.learner_history import LearnerHistory, Reading, throughput, told_delays
+from diloco.run.state import (
+    HOUR_S,
+    Delays,
+    LearnerStatus,
+    ShardFigures,
+    SlicesStatus,
+    delays_of,
+    share,
+)
 
 
 class Moment(NamedTuple):
@@ -113,6 +121,19 @@ def learner_status(
         step_s=step_times(known.told_s, known.took_s),
         sent_s=moment.until_s - sent_at_s if sent_at_s else None,
         missed=min((one.missed for one in current), default=0),
+        slices=_slices(known, moment.until_s, trains=not (silent or left or failed)),
+    )
+
+
+def _slices(known: LearnerHistory, until_s: float, *, trains: bool) -> SlicesStatus | None:
+    found, from_s = known.slices, known.fewer_from_s
+    if found is None:
+        return None
+    return SlicesStatus(
+        present=found.present if trains else 0,
+        given=found.given,
+        least=found.least,
+        fewer_s=max(0.0, until_s - from_s) if from_s else 0.0,
     )
 
 

@@ -171,14 +171,7 @@ class Observed:
             case wire.Manifest() as manifest:
                 self._note_update(manifest, entry.time_s)
             case wire.Join() as join:
-                one = self.known[join.learner]
-                if one.joined > one.left:
-                    one.sudden_s.append(entry.time_s)
-                one.lives, one.joined, one.host = one.lives + 1, entry.seq, join.host
-                one.release = join.release, join.lock, join.platform
-                one.sent_at_s = entry.time_s
-                if join.before:
-                    one.errors.append(join.before)
+                self.known[join.learner].join(join, entry.seq, entry.time_s)
             case wire.Leave(fragments=()) as leave:
                 one = self.known[leave.learner]
                 if leave.incarnation < one.joined and not leave.by:

@@ -190,6 +190,22 @@ class UpdateAnswer(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlicesStatus:
+    """The slices of a learner that has several, as its newest join says.
+
+    Attributes:
+        present: slices that train; 0 of a learner that is silent, has failed or has left.
+        given: slices that it has; `least`: the fewest with which it trains.
+        fewer_s: seconds for which it has trained with fewer than `given`; 0: it has all of them.
+    """
+
+    present: int
+    given: int
+    least: int
+    fewer_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnerStatus:
     """One learner, at a moment.
 
@@ -239,6 +255,7 @@ class LearnerStatus:
         sent_s: seconds since it announced an update or joined; None: unknown.
         missed: number of newest rounds in a row without an update of it, in the fragment where it
             is least.
+        slices: from its join: its slices; None: it does not have several, or the join was not read.
     """
 
     name: str
@@ -294,6 +311,12 @@ class LearnerStatus:
     step_s: tuple[float, float] | None = None
     sent_s: float | None = None
     missed: int = 0
+    slices: SlicesStatus | None = None
+
+    @property
+    def slices_said(self) -> str:
+        """How many of its slices train, as text such as "3 of 4"; "-" if it has no several."""
+        return "-" if self.slices is None else f"{self.slices.present} of {self.slices.given}"
 
     def told(
         self,

@@ -98,6 +98,7 @@ class Incarnation:
         left_s: when the life left in order; None: it did not.
         position: batches of the learner's data that were behind it when it left.
         merged_s: when the first record that merged an update of it was stored; None: none was.
+        slices: from its join: the slices that train, of a learner that has several.
     """
 
     learner: str
@@ -107,6 +108,7 @@ class Incarnation:
     left_s: float | None = None
     position: int = 0
     merged_s: float | None = None
+    slices: wire.LearnerSlices | None = None
 
 
 @dataclass
@@ -303,7 +305,7 @@ class Builder:
 
     def _join(self, join: wire.Join, entry: Entry) -> None:
         self._index(join.learner)
-        life = Incarnation(join.learner, entry.seq, entry.time_s, join.host)
+        life = Incarnation(join.learner, entry.seq, entry.time_s, join.host, slices=join.slices)
         self._lives[join.learner, entry.seq] = life
         self._series.lives.append(life)
 

@@ -106,11 +106,23 @@ class Watch:
         context, observed = self._context, self.observed
         if not observed.from_start:
             observed.settings, _ = await effective_settings(context)
+            await self._read_joins()
         beats = await read_heartbeats(context, observed.names())
         for one in beats.values():
             observed.hear(one.heartbeat, one.heard_at_s)
         self._as_of_s = context.runtime.clock()
         return await self.now()
+
+    async def _read_joins(self) -> None:
+        """Reads the newest joins of the learners whose joins are older than what was read."""
+        context, observed = self._context, self.observed
+        for learner in observed.names():
+            if not observed.known[learner].joined:
+                message = await context.bus.last(context.tape, names.join(context.run, learner))
+                with contextlib.suppress(WireError):
+                    if message is not None:
+                        join = decode_as(wire.Join, message.subject, message.payload)
+                        observed.known[learner].join(join, message.seq, message.time_s)
 
     async def follow(self, start_seq: int | None = None, *, store: bool = False) -> None:
         """Follows tape and heartbeats; returns at the run's end.

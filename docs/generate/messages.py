@@ -13,6 +13,7 @@ WORDS: list[tuple[object, str]] = [
     (wire.ObjectName, "object name"),
     (wire.Count, "count"),
     (wire.Positive, "positive"),
+    (wire.SliceCount, "integer, 1 to 64"),
     (wire.PowerOfTwo, "power of two"),
     (wire.Seconds, "seconds"),
     (wire.Text, "text"),

@@ -40,13 +40,16 @@ class Joined(NamedTuple):
     ids: frozenset[str]
 
 
-async def join(context: Context, host: str, platform: str = "") -> Joined:
+async def join(
+    context: Context, host: str, platform: str = "", slices: wire.LearnerSlices | None = None
+) -> Joined:
     """Publishes this learner's join so that it is stored exactly once; retries transient faults.
 
     Args:
         context: the learner's context.
         host: the machine's name, for people.
         platform: devices and software of the machine, for people.
+        slices: the slices that train; None: the learner does not have several.
 
     Returns:
         The incarnation that the join began, and the message ids of the attempts to publish it.
@@ -60,6 +63,7 @@ async def join(context: Context, host: str, platform: str = "") -> Joined:
         lock=release.lock(),
         platform=platform,
         before=await _last_error(context),
+        slices=slices,
     )
     subject = names.join(context.run, context.learner)
     before_seq = await context.runtime.retry(

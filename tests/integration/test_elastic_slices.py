@@ -1,6 +1,7 @@
 """A learner of several slices goes on with those that are left, and takes back those that return."""
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -12,10 +13,12 @@ import psutil
 import pytest
 from audit import read_tape
 from harness import ENDLESS, World
+from test_status import diloco, status_of
 
 from diloco.common.process.nats_server import LOOPBACK, free_port
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import decode_as
+from diloco.run.health_findings import FEWER_SLICES
 
 WHOLE = {"enabled": False}
 
@@ -54,13 +57,13 @@ def training(process) -> list[psutil.Process]:
     return [child for child in children if "stderr_lines" not in " ".join(child.cmdline())]
 
 
-def slices_of(world) -> float | None:
-    """How many slices train, by the newest heartbeat."""
-    subject = names.heartbeat(world.name, "a")
-    message = world.ask(lambda bus: bus.last(names.ops_stream(world.name), subject))
+def slices_of(world) -> int | None:
+    """How many slices train, by the newest join."""
+    subject = names.join(world.name, "a")
+    message = world.ask(lambda bus: bus.last(names.tape_stream(world.name), subject))
     if message is None:
         return None
-    return decode_as(wire.Heartbeat, subject, message.payload).metrics.get("slices")
+    return decode_as(wire.Join, subject, message.payload).slices.present
 
 
 def merged(world) -> int:
@@ -119,6 +122,45 @@ def test_a_learner_goes_on_without_a_slice_and_takes_it_back(new_world):
     assert hosts[1].wait() == 0, hosts[1].log()
     until_merged_by(world, 1)
     end(world)
+
+
+@pytest.mark.long
+def test_who_looks_sees_how_many_slices_train(new_world):
+    world = new_world(run=ENDLESS, gc=WHOLE, quorum={"liveness_timeout_s": 5.0})
+    world.aggregator()
+    hosts = start(world, slices=4, min_slices=3, keep_batch=False)
+    until_merged_by(world, 4)
+    assert "4 of 4" in diloco(world, "status", "run.toml", "--once")
+
+    hosts[3].kill()
+    until_merged_by(world, 3)
+    assert "3 of 4" in diloco(world, "status", "run.toml", "--once")
+    assert "3 of 4" in diloco(world, "status", "run.toml", "--learners")
+    assert "a joined with 3 of 4 slices" in diloco(
+        world, "status", "run.toml", "--history", "--all"
+    )
+    (learner,) = json.loads(diloco(world, "status", "run.toml", "--json"))["learners"]
+    assert (learner["slices"]["present"], learner["slices"]["least"]) == (3, 3)
+    assert learner["slices"]["fewer_s"] > 0
+    diloco(world, "report", "run.toml", "--out", "page.html", "--evaluations", "0")
+    page = (world.folder / "page.html").read_text()
+    assert "<td>3 of 4</td>" in page
+    assert "a, 3 of 4" in page
+
+    # Too few are left: no life is there that could say so.
+    hosts[2].kill()
+    (told,) = world.until(lambda: of_slices(status_of(world)), "it is silent")
+    assert "it has 4 slices, and trains with 3 or more" in told.sentence
+    assert "0 of 4" in diloco(world, "status", "run.toml", "--once")
+    hosts[2] = again(world, hosts[2])
+    until_merged_by(world, 3)
+    assert of_slices(status_of(world)) == []
+    world.processes.remove(hosts[3])  # It stays away.
+    end(world)
+
+
+def of_slices(run):
+    return [one for one in run.alerts if one.runbook == FEWER_SLICES]
 
 
 # Further ones by TESTS_FAULTS=100; on 2 cores each takes about half a minute.

@@ -36,7 +36,8 @@ ONLY_IN_NEED = {
     "diloco_aggregator_ignored_total", "diloco_aggregator_collected_bytes_total",
     "diloco_aggregator_quarantined", "diloco_run_held_out_loss", "diloco_run_held_out_step",
     "diloco_learner_metric", "diloco_learner_checkpoint_timestamp_seconds",
-    "diloco_learner_checkpoint_failures_total",
+    "diloco_learner_checkpoint_failures_total", "diloco_learner_slices",
+    "diloco_learner_cache_reads_total",
 }  # fmt: skip
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 
 from diloco.common.process.config import RunSettings
+from diloco.common.protocol import wire
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.tape import Extent
 from diloco.run.timeseries import Incarnation, TimeSeries
+from diloco.show.page import figures
 from diloco.show.page.lanes import Lane, make_lanes
+from diloco.show.page.numbers import Shown
 
 STEP_S = 0.5
 EVERY = 4  # steps between two updates
@@ -116,3 +119,27 @@ def test_of_a_life_that_began_before_a_trimmed_tape_the_rest_is_shown() -> None:
     assert states(lane) == {"training": 300, "stalled": 0, "down": 0}
     assert lane.seconds("catching up") == 0
     assert (lane.joins, lane.lives) == ([], 1)
+
+
+def test_a_lane_is_as_high_as_the_share_of_slices_that_train() -> None:
+    def slices(present: int) -> wire.LearnerSlices:
+        return wire.LearnerSlices(present=present, given=4, least=1)
+
+    whole = Incarnation("a", 1, 0.0, "host", merged_s=0.0, slices=slices(4))
+    fewer = Incarnation("a", 9, 200.0, "host", merged_s=210.0, slices=slices(3))
+    alone = Incarnation("b", 2, 0.0, "host", merged_s=0.0)
+    made = series(whole, fewer, alone)
+    position = trained(made, whole, 0.0, 100.0)
+    trained(made, fewer, 200.0, 400.0, position)
+    trained(made, alone, 0.0, 400.0)
+    of_a, of_b = make_lanes(made)
+    assert (of_a.slices, of_b.slices) == ("3 of 4", "")
+    assert {(span.state, span.present) for span in of_a.spans} == {
+        ("training", 1.0), ("down", 1.0), ("catching up", 0.75), ("training", 0.75),
+    }  # fmt: skip
+    assert {span.present for span in of_b.spans} == {1.0}
+
+    (panel,) = figures.timeline(Shown(made, [of_a, of_b]))
+    assert panel.y.names == ["versions", "a, 3 of 4", "b"]
+    (training,) = [mark for mark in panel.marks if mark.name == "training"]
+    assert set(np.round(training.high - training.low, 6)) == {0.39, 0.52}

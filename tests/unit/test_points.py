@@ -6,6 +6,7 @@ import pytest
 from runlab import Lab
 
 from diloco.common.protocol import wire
+from diloco.common.storage.tape import Entry
 from diloco.show.trackers.follow import Points, Tracker
 
 
@@ -75,3 +76,15 @@ def test_a_run_is_followed_from_its_beginning(once):
 
 async def _async(value):
     return value
+
+
+def test_a_join_says_how_many_slices_train():
+    points = Points()
+    body = wire.Join(
+        run="lab", learner="a", layout="0" * 32, host="h",
+        slices=wire.LearnerSlices(present=3, given=4, least=1),
+    )  # fmt: skip
+    (point,) = points.of_entry(Entry(1, 5.0, "diloco.lab.join.a", body, 99))
+    assert (point.at_s, point.values) == (5.0, {"learners/a/slices": 3.0})
+    alone = body.model_copy(update={"slices": None})
+    assert [*points.of_entry(Entry(1, 5.0, "diloco.lab.join.a", alone, 99))] == []

@@ -46,6 +46,8 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 ObjectName = Annotated[str, Field(min_length=1, max_length=512)]
 Count = Annotated[int, Field(ge=0, le=GREATEST)]
 Positive = Annotated[int, Field(ge=1, le=GREATEST)]
+# As `learner.slices`.
+SliceCount = Annotated[int, Field(ge=1, le=64)]
 # Exponents of float64.
 PowerOfTwo = Annotated[int, Field(ge=-1074, lt=1024)]
 CheckpointName = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{12}$")]

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from diloco.common.protocol.wire.encoding import (
     LONG_WORD_BYTES,
@@ -22,6 +22,7 @@ from diloco.common.protocol.wire.encoding import (
     Rate,
     Seconds,
     Several,
+    SliceCount,
     Text,
 )
 from diloco.common.protocol.wire.manifests_and_records import ObjectRef, Record
@@ -73,6 +74,28 @@ class Specification(Body):
     )
 
 
+class LearnerSlices(NestedRecord):
+    """The slices of a learner in one life: groups of hosts with a whole copy of the model each.
+
+    The numbers hold for the whole life, since another set of slices begins another life.
+    """
+
+    present: SliceCount = Field(description="slices that train in this life; at least `least`")
+    given: SliceCount = Field(description="slices that the learner has, present or not")
+    least: SliceCount = Field(
+        description="fewest slices with which it trains: `learner.min_slices`"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "LearnerSlices":
+        if not self.least <= self.present <= self.given:
+            raise ValueError(
+                f"{self.present} of {self.given} slices cannot train where {self.least} are the"
+                " fewest"
+            )
+        return self
+
+
 # The platform of a join that an aggregator writes, to end the life of a silent learner.
 NOT_A_LEARNER = "not a learner"
 
@@ -101,6 +124,9 @@ class Join(Body):
         default="",
         description="the error that ended the learner's life before this one, from its last"
         " heartbeat; empty: unknown",
+    )
+    slices: LearnerSlices | None = Field(
+        default=None, description="slices that train, of a learner that has several; else null"
     )
 
 

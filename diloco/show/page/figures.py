@@ -173,7 +173,7 @@ def timeline(shown: Shown) -> list[Panel]:
     row = np.repeat(np.arange(1.0, len(lanes) + 1), [at_s.size for at_s in of_each])
     merged = rules(at, row + 0.2, row + 0.36, "merged")
     some = f"{len(lanes)} of {len(shown.lanes)} learners" if len(lanes) < len(shown.lanes) else ""
-    names = ["versions", *(lane.learner for lane in lanes)]
+    names = ["versions", *map(_name, lanes)]
     return [
         Panel(
             marks=[_versions(shown), *_lanes(shown, lanes), merged], title=some, x=_time(shown),
@@ -184,26 +184,30 @@ def timeline(shown: Shown) -> list[Panel]:
 
 def lanes_of(shown: Shown, lanes: Sequence[Lane]) -> Panel:
     """Returns a panel with these lanes: learners' states over time."""
-    names = ["", *(lane.learner for lane in lanes)]
+    names = ["", *map(_name, lanes)]
     return Panel(
         marks=_lanes(shown, lanes), x=_time(shown), y=Axis(names=names), width=960,
         height=90 + 22 * len(names),
     )  # fmt: skip
 
 
+def _name(lane: Lane) -> str:
+    return f"{lane.learner}, {lane.slices}" if lane.slices else lane.learner
+
+
 def _lanes(shown: Shown, lanes: Sequence[Lane]) -> list[PlotMark]:
-    """Returns the marks of lanes, one in each row from row 1 on."""
+    """Returns the marks of lanes, one in each row from row 1 on; fewer slices have lower bars."""
     marks = []
     for state, look in STATE_LOOKS.items():
         spans = [
-            (place - 0.36, span.begin_s, span.end_s)
+            (place + 0.16, 0.52 * span.present, span.begin_s, span.end_s)
             for place, lane in enumerate(lanes, 1)
             for span in lane.spans
             if span.state == state
         ]
-        low, begin_s, end_s = np.asarray(spans, np.float64).reshape(-1, 3).T
+        edge, height, begin_s, end_s = np.asarray(spans, np.float64).reshape(-1, 4).T
         edges = (shown.since(begin_s), shown.since(end_s))
-        marks.append(bars(edges, (low, low + 0.52), look, state))
+        marks.append(bars(edges, (edge - height, edge), look, state))
     joins, kills = [lane.joins for lane in lanes], [lane.kills for lane in lanes]
     for name, shape, times_s in (
         ("joined", "start", joins), ("ended uncleanly", "cross", kills),

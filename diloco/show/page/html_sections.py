@@ -51,7 +51,7 @@ DRAWINGS = (
     Drawing(
         "timeline", "What each learner did",
         "A lane for each learner, with its merged updates below. The first lane has a mark for "
-        "each new version of a fragment.",
+        "each new version of a fragment. A lane is lower where fewer of a learner's slices train.",
         drawn.timeline,
     ),
     Drawing(

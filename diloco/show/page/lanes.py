@@ -34,11 +34,16 @@ STATES = ("training", "catching up", "stalled", "down")
 
 
 class StateSpan(NamedTuple):
-    """A span of time in one state of `STATES`, in seconds since the epoch."""
+    """A span of time in one state of `STATES`, in seconds since the epoch.
+
+    Attributes:
+        present: the share of its slices with which the learner lives then; 1 without several.
+    """
 
     begin_s: float
     end_s: float
     state: str
+    present: float = 1.0
 
 
 @dataclass
@@ -51,6 +56,8 @@ class Lane:
         joins: when lives joined, if within the time shown; `lives`: number of all lives.
         step_s: usual seconds of a step; 0: unknown.
         steps: inner steps that the updates of all lives cover.
+        slices: how many of its slices its newest life has, as text such as "3 of 4"; "": it does
+            not have several.
     """
 
     learner: str
@@ -60,6 +67,7 @@ class Lane:
     lives: int
     step_s: float
     steps: float
+    slices: str = ""
 
     def seconds(self, state: str) -> float:
         """Returns the seconds spent in one of `STATES`."""
@@ -110,7 +118,11 @@ def _lane(
         following = lives[index + 1] if index + 1 < len(lives) else None
         mine = updates.incarnation == life.incarnation
         ends_s = _end_of(series, life, updates.time_s[mine], following)
-        lane.spans += _alive(life, updates, mine, ends_s, step_s)
+        present = 1.0
+        if (some := life.slices) is not None:
+            present, lane.slices = some.present / some.given, f"{some.present} of {some.given}"
+        spans = _alive(life, updates, mine, ends_s, step_s)
+        lane.spans += [span._replace(present=present) for span in spans]
         if life.left_s is None and (following or ends_s < series.ends_s):
             lane.kills.append(ends_s)
             until_s = following.joined_s if following else series.ends_s

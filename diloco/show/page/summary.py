@@ -202,14 +202,16 @@ def learners(shown: Shown, statuses: Sequence[LearnerStatus]) -> SummaryTable:
         now.keys() | lanes.keys(),
         key=lambda name: (name not in now or now[name].state in ("training", "left"), name),
     )
+    several = ["slices"] if any(one.slices for one in statuses) else []
     rows = [
         (
-            name, hosts.get(name, "-"), *_now(now.get(name)),
+            name, hosts.get(name, "-"),
+            *(now[name].slices_said if name in now else "-" for _ in several), *_now(now.get(name)),
             *_life(lanes.get(name), times.get(name)), *sums.get(name, ("-",) * len(_SUMS)),
         )
         for name in names
     ]  # fmt: skip
-    columns = ("learner", "host", *_NOW, *_LIFE, *_SUMS)
+    columns = ("learner", "host", *several, *_NOW, *_LIFE, *_SUMS)
     return SummaryTable(columns, tuple(rows), frozenset({"learner", "host", "state"}))
 
 

@@ -131,14 +131,16 @@ def _worth_a_look(learners: Sequence[LearnerStatus]) -> Sequence[LearnerStatus]:
 
 
 def _learners(learners: Sequence[LearnerStatus], of: int) -> "Fitted":
+    several = _of_slices(learners)
     titles = (
-        "learner", "state", "heard", "step", "loss", "tokens/s", "data", "stall", "stale", "wait",
-        "rej.", "up",
+        "learner", "state", *several, "heard", "step", "loss", "tokens/s", "data", "stall", "stale",
+        "wait", "rej.", "up",
     )  # fmt: skip
-    rows = [
+    rows: list[tuple[RenderableType, ...]] = [
         (
             one.name,
             _state(one),
+            *(one.slices_said for _ in several),
             "never" if one.heard_s is None else age(one.heard_s),
             f"{one.local_step:,}",
             "-" if one.loss is None else f"{one.loss:.4g}",
@@ -201,6 +203,11 @@ class Fitted:
             table.add_row(*(row[index] for index in kept))
         table.caption = self._caption
         return table
+
+
+def _of_slices(learners: Sequence[LearnerStatus]) -> list[str]:
+    """Returns the title of the column of slices, if any learner has several."""
+    return ["slices"] if any(one.slices for one in learners) else []
 
 
 def _state(one: LearnerStatus) -> Text:
@@ -297,14 +304,16 @@ async def look_at_learners(target: str) -> Sequence[LearnerStatus]:
 
 def learners_table(learners: Sequence[LearnerStatus]) -> "Fitted":
     """Returns a table of what became of learners' updates, with the columns that fit."""
+    several = _of_slices(learners)
     titles = (
-        "learner", "state", "heard", "lives", "merged", "rej.", "offences", "tokens", "loss",
-        "norm",
+        "learner", "state", *several, "heard", "lives", "merged", "rej.", "offences", "tokens",
+        "loss", "norm",
     )  # fmt: skip
-    rows = [
+    rows: list[tuple[RenderableType, ...]] = [
         (
             one.name,
             _state(one),
+            *(one.slices_said for _ in several),
             "never" if one.heard_s is None else age(one.heard_s),
             f"{one.lives}",
             f"{one.merged:,}",

@@ -220,7 +220,7 @@ class Points:
         self._furthest = max(step, self._furthest or 0)
 
     def of_entry(self, entry: Entry) -> Iterator[MetricsPoint]:
-        """Yields the point of a message of the tape: of a round's record, or of an update."""
+        """Yields the point of a message of the tape: of a round's record, an update or a join."""
         match entry.body:
             case wire.Record() as record if record.inputs:
                 self._step = max(self._step, record.global_step)
@@ -230,6 +230,9 @@ class Points:
             case wire.Manifest() as manifest if not manifest.attempt:
                 own = {"loss": manifest.loss, "step_seconds": manifest.step_time_s}
                 yield MetricsPoint(self._step, entry.time_s, _named(manifest.learner, own))
+            case wire.Join(slices=wire.LearnerSlices() as some) as join:
+                own = {"slices": float(some.present)}
+                yield MetricsPoint(self._step, entry.time_s, _named(join.learner, own))
 
     def of_heartbeat(self, beat: wire.Heartbeat, at_s: float) -> MetricsPoint:
         """Returns the point of a heartbeat that was stored at `at_s` (seconds since the epoch)."""
