@@ -40,11 +40,12 @@ def check(
     """Check a file: of a run, of a fleet, a task, or prepared data.
 
     Reports all faults at once. For a run: unknown keys, values out of range, settings known to
-    train badly, a mesh that does not fit the model, tensors missing from its checkpoint, and a task
-    that fails in a few steps on the CPU (if this machine has the memory). For a fleet: faults in
-    the files that it names; and, as warnings, names that are missing from a dated table of Google
-    Cloud's zones and machines. For prepared data: shards without the right digest. Needs no bus and
-    no store. The exit status is 1 if something is refused, 74 if data is damaged.
+    train badly, a mesh that does not fit the model, tensors missing from its checkpoint, rows with
+    images that do not fit it, and a task that fails in a few steps on the CPU (if this machine has
+    the memory). For a fleet: faults in the files that it names; and, as warnings, names that are
+    missing from a dated table of Google Cloud's zones and machines. For prepared data: shards
+    without the right digest. Needs no bus and no store. The exit status is 1 if something is
+    refused, 74 if data is damaged.
     """
     path = Path(file)
     if "://" in file or (path.is_dir() and not (path / "run.toml").exists()):
@@ -159,7 +160,8 @@ def _try_task(config: "Config", learner: str, steps: int) -> int:
         return 0
     from diloco.learner.try_task import tried
 
-    trial = tried(config, learner, max(steps, 2))
+    with progress("check") as hear:
+        trial = tried(config, learner, max(steps, 2), hear)
     for name, value in trial.facts:
         say(f"{name + ':':<26} {escape(value)}")
     for sentence in trial.warned:

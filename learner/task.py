@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, Protocol, runtime_checkable
 
@@ -59,6 +59,7 @@ _OPTIONAL = {
     "sample": "leave it out if the model writes no text",
     "weigh": "leave it out, and parts of a batch are alike",
     "load_frozen": "leave it out, and frozen leaves are stored with the run",
+    "every_row": "leave it out, and `diloco check` reads the first batches only",
 }
 PROBE = "probe"  # the learner's name in checks
 COMPUTE_DTYPES = (None, "bfloat16")
@@ -218,6 +219,8 @@ class Task:
             known. None: no `mfu`.
         active_parameters: number of parameters that one token uses, in a mixture of experts; None:
             all.
+        every_row: () -> all rows of the data, as sequences; indexing a row that no step could use
+            raises a TaskError. `diloco check` reads all of them. None: it reads the first batches.
         files: reads parameters from folders (`run create --from`) and writes them
             (`diloco export --format hf`) in a format that other programs use.
 
@@ -244,6 +247,7 @@ class Task:
     files: Files | None = None
     flops_per_token: float | None = None
     active_parameters: int | None = None
+    every_row: Callable[[], Sequence[Sequence[Any]]] | None = None
 
     def __post_init__(self) -> None:
         for name in _CALLABLES:

@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from diloco.learner.train import SignCheck
 
 # A warning is given if a step spends more than this share of its time waiting for its batch.
 SLOW_DATA = 0.1
+MOST_ROWS = 8  # rows without use, after which no further row is read
 PART = (
     1 << 24
 )  # numbers of a checkpoint's tensor that are in memory at a time, unless a row has more
@@ -53,18 +54,22 @@ class Trial:
             error = TaskError(f"the task ends its process: SystemExit({error.code!r})")
         elif not isinstance(error, DilocoError):
             error = TaskError(f"{type(error).__name__}: {error}")
-        self.refused.append(error)
+        # A row without use is found by itself, and in its batch.
+        if str(error) not in map(str, self.refused):
+            self.refused.append(error)
 
 
-def tried(config: Config, learner: str, steps: int) -> Trial:
+def tried(config: Config, learner: str, steps: int, hear: Callable[[int, int], None]) -> Trial:
     """Builds a run's task, checks it by its contract and the learner's mesh, and takes some steps.
 
     No step is taken, and nothing allocated, if this machine has too little memory for a step.
+    Where the task says how (`Task.every_row`), all rows of its data are read.
 
     Args:
         config: the learner's configuration.
         learner: the learner's name.
         steps: the number of inner steps to take, at least 2.
+        hear: called after each row that is read with (rows read, rows in all).
     """
     trial, settings = Trial(), config.settings()
     hardware = config.learner.island(learner)
@@ -82,6 +87,7 @@ def tried(config: Config, learner: str, steps: int) -> Trial:
         trial.refuse(error)
         return trial
     try:
+        _read_rows(trial, task, hear)
         layout = tree.task_layout(task, settings.sync)
         _describe(trial, task, layout)
         _check_mesh(task, layout, hardware.mesh, learner)
@@ -112,6 +118,28 @@ def _check_mesh(task: Task, layout: Layout, section: MeshSection, learner: str) 
     mesh = abstract_mesh(section)
     param_shardings(task, layout, task.shapes, mesh)
     rows_of_batch(mesh, next(task.batches(learner, 0)))
+
+
+def _read_rows(trial: Trial, task: Task, hear: Callable[[int, int], None]) -> None:
+    """Reads all rows of `Task.every_row`; refuses rows without use, `MOST_ROWS` of them at most.
+
+    Raises:
+        TaskError: the task finds no rows.
+    """
+    sources = task.every_row() if task.every_row is not None else ()
+    places = [(rows, place) for rows in sources for place in range(len(rows))]
+    wrong = 0
+    for number, (rows, place) in enumerate(places, start=1):
+        try:
+            rows[place]
+        except TaskError as error:
+            trial.refuse(error)
+            wrong += 1
+        hear(number, len(places))
+        if wrong == MOST_ROWS:
+            break
+    if places:
+        trial.facts.append(("rows", f"{number:,} of {len(places):,} read, {wrong} of no use"))
 
 
 def _read_first_parameters(trial: Trial, task: Task) -> None:

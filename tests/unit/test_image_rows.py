@@ -1,13 +1,16 @@
 """Rows of text with images, and the vision tower that they are for; bad ones are refused."""
 
 import dataclasses
+import json
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tomli_w
 from jax.sharding import PartitionSpec
+from typer.testing import CliRunner
 
 from diloco.common.protocol.errors import ConfigError, DataError, TaskError
 from diloco.learner.tensors.tree import nested
@@ -20,6 +23,7 @@ from diloco.models.decoders.task import partition_of
 from diloco.models.decoders.tensor_names_and_shapes import buffers_of, multiplied, table
 from diloco.models.decoders.tokens import TokenFolders
 from diloco.models.decoders.vision import ImageOptions, soft_tokens, with_tower
+from diloco.program import app
 from tests.models.cases import GEMMA4_WHOLE, LLAMA
 from tests.models.weights import SHOWN, pictured, weight
 
@@ -162,6 +166,32 @@ def test_a_row_that_is_not_one_is_refused_by_name(tmp_path, changes, word):
     assert word in caught.value.message
     assert "train-0.npz" in caught.value.message
     assert caught.value.hint
+
+
+def test_check_reads_rows_that_no_learner_would_reach_for_long(tmp_path):
+    """Two of forty are bad: each is told by its name."""
+    bad = {
+        "train-07": {"pixel_values": ROW["pixel_values"] * np.nan},
+        "train-31": {"pixel_values": ROW["pixel_values"][..., :47]},
+    }
+    for name in ("held_out", *(f"train-{number:02}" for number in range(40))):
+        np.savez(tmp_path / f"{name}.npz", **ROW | bad.get(name, {}))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(GEMMA4_WHOLE))
+    options = {"model": str(tmp_path / "model"), "data": str(tmp_path), "fresh": True}
+    options |= {"length": LENGTH, "batch": 1, "images": dict(OPTIONS), "eval_batches": 1}
+    document = {
+        "run": {"name": "r", "steps": 100},
+        "store": {"url": "unused"},
+        "task": {"build": "diloco.models.decoders:build", "options": options},
+    }
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(document))
+    done = CliRunner().invoke(app, ["check", str(tmp_path / "run.toml"), "--steps", "2"])
+    assert done.exit_code == 1, done.output
+    assert "41 of 41 read, 2 of no use" in done.output
+    told = [line for line in done.output.splitlines() if line.startswith("refused:")]
+    assert ["train-07.npz" in told[0], "train-31.npz" in told[1]] == [True, True], told
+    assert len(told) == 2
 
 
 def test_a_dark_picture_is_none_that_was_divided_twice(tmp_path):

@@ -128,6 +128,9 @@ class _Rows:
     def rows(self, learner: str, position: int, start: int, stop: int) -> Iterator[Batch]:
         return self.train.rows(learner, position, start, stop)
 
+    def every_row(self) -> Sequence[Sequence[Any]]:
+        return self.folders.every_row()
+
     @property
     def sizes(self) -> Sizes:
         return self.train.sizes
@@ -268,6 +271,8 @@ def build(
         partition=functools.partial(partition_of, config, adapters),
         accumulate=accumulate,
         shared=rows if shares else None,
+        # Tokens alone are checked by their manifest.
+        every_row=None if images is None else rows.every_row,
         load_frozen=functools.partial(read_base, Path(model), config, dtype)
         if adapters is not None and not stored
         else None,

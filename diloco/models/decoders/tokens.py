@@ -128,6 +128,15 @@ class TokenFolders:
             found += [jax.tree.map(lambda one: one[None], there[int(place)]) for place in places]
         return found
 
+    def every_row(self) -> list[Any]:
+        """Returns the training rows and the held-out rows of each folder, a sequence for each side.
+
+        Raises:
+            DataError: a folder lacks the rows of a side.
+        """
+        sides: tuple[Side, Side] = ("train", "held_out")
+        return [self._rows(number, side) for number in self._numbers() for side in sides]
+
     def _rows(self, number: int, side: Side) -> ImageRows | TextRows | TokenWindows:
         if self._images is None:
             return self._windows(number, side)
