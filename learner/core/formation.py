@@ -34,6 +34,8 @@ FIRST_OUT_S = 2.0
 LONGEST_OUT_S = 300.0
 # The exit status of a process that JAX aborts, since another process of its program is gone.
 ABORTED = -6
+# The exit status of a process that was asked to leave before it trained, and was killed.
+UNREADY = -15
 # A formation of this age is sound: earlier failures of its slices are forgotten.
 SOUND_S = 600.0
 
@@ -58,7 +60,7 @@ class FormationRules:
     least: int
     silent_s: float
     gather_s: float = 20.0
-    settle_s: float = 5.0
+    settle_s: float = 15.0
     grace_s: float = 3.0
 
     def hosts_of(self, number: int) -> range:
@@ -180,6 +182,7 @@ class Agreement:
     Attributes:
         me: its own report, which is up to date after each `decide`.
         began_s: when it began.
+        decided_s: when it last decided.
         heard: by number, the other hosts' newest reports, and when each came.
         whole_since: by number, since when the slice's hosts have all been there.
         strikes: by number, how often in a row the slice has broken a formation.
@@ -192,6 +195,7 @@ class Agreement:
 
     me: HostReport
     began_s: float
+    decided_s: float
     heard: Mapping[int, tuple[HostReport, float]] = field(default_factory=dict)
     whole_since: Mapping[int, float] = field(default_factory=dict)
     strikes: Mapping[int, int] = field(default_factory=dict)
@@ -208,7 +212,7 @@ def begin(host: int, boot: str, address: str, now_s: float) -> Agreement:
         host, boot, address, host, None, 0, TrainingProcess(), 0, leaving=False, over=False,
         newest=None,
     )  # fmt: skip
-    return Agreement(me=report, began_s=now_s)
+    return Agreement(me=report, began_s=now_s, decided_s=now_s)
 
 
 def heard(state: Agreement, report: HostReport, now_s: float) -> Agreement:
@@ -258,6 +262,7 @@ def decide(
     rules: FormationRules, state: Agreement, now_s: float
 ) -> tuple[Agreement, tuple[Action, ...]]:
     """Returns the state, and what the supervisor is to do now; call it several times a second."""
+    state = _awake(rules, state, now_s)
     present = _present(rules, state, now_s)
     state = _noting_whole_slices(rules, state, present, now_s)
     if not set(present) <= state.alone or now_s >= state.alone_until_s:
@@ -275,6 +280,18 @@ def decide(
         state = _leading(rules, state, present, now_s)
     state = replace(state, me=state.me._replace(leader=leader))
     return _obeying(rules, state, present, now_s)
+
+
+def _awake(rules: FormationRules, state: Agreement, now_s: float) -> Agreement:
+    """Returns the state of a supervisor that may have slept, as with its machine.
+
+    What others have said meanwhile is not read yet: for that time they do not count as silent.
+    """
+    slept_s = now_s - state.decided_s
+    if slept_s < rules.silent_s / 2:
+        slept_s = 0.0
+    known = {host: (report, came_s + slept_s) for host, (report, came_s) in state.heard.items()}
+    return replace(state, heard=known, decided_s=now_s)
 
 
 def _present(rules: FormationRules, state: Agreement, now_s: float) -> dict[int, HostReport]:
@@ -369,9 +386,14 @@ def _judging(
     gone = set(_gone(rules, formation, present))
     ended_with = dict(_ended_with(rules, formation, present))
     if gone or any(ended_with.values()):
+        asked = state.me.regroup == formation.number
         failed = {
-            rules.slice_of(host) for host, status in ended_with.items() if _is_to_blame(status)
+            rules.slice_of(host)
+            for host, status in ended_with.items()
+            if _is_to_blame(status) and not (asked and status == UNREADY)
         }
+        if asked and not gone | failed and UNREADY in ended_with.values():
+            return _closed(state, formation)
         state = _closing(state, formation, gone | failed, now_s)
         superseded = Exit.SUPERSEDED in ended_with.values()
         return _superseded(rules, state, present, now_s) if superseded else state

@@ -203,7 +203,7 @@ class _Supervisor:
                 self._kill()
             case AskToLeave(number):
                 if self._child is not None and self._child.formation == number:
-                    self._child.process.send_signal(signal.SIGTERM)
+                    self._ask(self._child)
             case Finish(status):
                 assert self._finished is not None
                 if not self._finished.done():
@@ -245,8 +245,10 @@ class _Supervisor:
         )
         child = self._child = _Child(started, made.number)
         if self._state.asked == made.number:  # While the checkpoint was copied.
-            started.send_signal(signal.SIGTERM)
+            self._ask(child)
         status = await started.wait()
+        if made.number == self._state.asked == self._killed:
+            status = formation.UNREADY
         if child is self._child:
             self._child = None
         if status != 0 and made.number != self._killed:
@@ -269,6 +271,16 @@ class _Supervisor:
         running = self._child is not None and self._child.formation != self._killed
         if running and silent_s:
             self._logger.warning("training_silent", silent_s=round(silent_s, 1))
+            self._kill()
+
+    def _ask(self, child: _Child) -> None:
+        """Asks a training process to end; one that does not train yet loses nothing if killed.
+
+        It would wait for the others' processes, of which each may have come less far.
+        """
+        if self._words.ready:
+            child.process.send_signal(signal.SIGTERM)
+        else:
             self._kill()
 
     def _kill(self) -> None:
@@ -405,6 +417,9 @@ class _Words:
 
     Args:
         manager: the real systemd, if it started the supervisor.
+
+    Attributes:
+        ready: the process trains.
     """
 
     def __init__(self, manager: ServiceManager) -> None:
@@ -412,6 +427,7 @@ class _Words:
         self._name = f"diloco-{secrets.token_hex(8)}"
         self._began_s = 0.0
         self._heard_s: float | None = None
+        self.ready = False
         self._stopping = False
         self._said = ""
         self._slices = ""
@@ -441,7 +457,8 @@ class _Words:
 
     def begin(self) -> None:
         """Notes that a training process is started."""
-        self._began_s, self._heard_s, self._stopping = time.monotonic(), None, False
+        self._began_s, self._heard_s = time.monotonic(), None
+        self.ready = self._stopping = False
 
     def silent_s(self, limit_s: float) -> float:
         """Returns for how long the process has been silent, if that is too long; else 0.
@@ -470,6 +487,7 @@ class _Words:
         )
         if {"WATCHDOG", "EXTEND_TIMEOUT_USEC", "READY"} & set(fields):
             self._heard_s = time.monotonic()
+        self.ready = self.ready or "READY" in fields
         self._stopping = self._stopping or "STOPPING" in fields
         self._status = fields.get("STATUS", self._status)
 

@@ -15,6 +15,8 @@ from diloco.learner.core.formation import AskToLeave, Begin, Finish, FormationRu
 TICK_S = 0.25
 # From its begin until a training process is in its collectives.
 STARTS_S = 2.0
+# From the loss of a process until the others' collectives fail.
+FAILS_S = 1.0
 KILLED = -9
 
 
@@ -38,12 +40,16 @@ class World:
     processes: dict = field(default_factory=dict)
     finished: dict = field(default_factory=dict)
     paused: set = field(default_factory=set)
+    # What has come to a paused host: it looks at its clock before it reads.
+    unread: dict = field(default_factory=dict)
     cut: set = field(default_factory=set)
     boots: itertools.count = field(default_factory=lambda: itertools.count(1))
     queue: list = field(default_factory=list)
     order: itertools.count = field(default_factory=itertools.count)
     joins: list = field(default_factory=list)
     leaving: set = field(default_factory=set)
+    starts_s: float = STARTS_S
+    whole_s: float = 0.0
 
     def start(self, host):
         boot = f"boot-{next(self.boots)}"
@@ -60,6 +66,11 @@ class World:
         if state is not None:
             # What a connection has carried is read before its end.
             self.queue = [one for one in self.queue if one[3].boot != state.me.boot]
+            self.unread = {
+                to: [report for report in reports if report.boot != state.me.boot]
+                for to, reports in self.unread.items()
+                if to != host
+            }
             heapq.heapify(self.queue)
             for other in self.linked(host):
                 self.states[other] = formation.lost(self.states[other], host, state.me.boot)
@@ -83,11 +94,19 @@ class World:
             self.now_s += TICK_S
             while self.queue and self.queue[0][0] <= self.now_s:
                 _, _, to, report = heapq.heappop(self.queue)
-                if to in self.states:
-                    self.states[to] = formation.heard(self.states[to], report, self.now_s)
+                if to in self.paused or self.unread.get(to):
+                    self.unread.setdefault(to, []).append(report)
+                else:
+                    self.hear(to, report)
             self.train()
             for host in [host for host in self.states if host not in self.paused]:
                 self.tick(host)
+                for report in self.unread.pop(host, ()):
+                    self.hear(host, report)
+
+    def hear(self, host, report):
+        if host in self.states:
+            self.states[host] = formation.heard(self.states[host], report, self.now_s)
 
     def tick(self, host):
         state = self.states[host]
@@ -114,7 +133,10 @@ class World:
                 assert self.processes.pop(host).formation.number == number
             case AskToLeave(number):
                 assert self.processes[host].formation.number == number
-                self.processes[host].leaves = True
+                if self.now_s - self.processes[host].began_s < self.starts_s:
+                    self.end_process(host, formation.UNREADY)
+                else:
+                    self.processes[host].leaves = True
             case Finish(status):
                 assert host not in self.processes
                 self.finished[host] = status
@@ -127,12 +149,19 @@ class World:
             found = {h: p for h, p in self.processes.items() if p.formation.number == number}
             made = next(iter(found.values())).formation
             whole = len(found) == len(made.slices) * self.rules.hosts
-            old = all(self.now_s - one.began_s >= STARTS_S for one in found.values())
+            old = all(self.now_s - one.began_s >= self.starts_s for one in found.values())
             links = all(frozenset(two) not in self.cut for two in itertools.combinations(found, 2))
             if whole and old and links and not set(found) & self.paused:
                 yield made, found
 
     def train(self):
+        for made in self.joins[-1:]:
+            found = [h for h, p in self.processes.items() if p.formation == made]
+            if len(found) == len(made.slices) * self.rules.hosts:
+                self.whole_s = self.now_s
+            elif self.now_s - self.whole_s >= FAILS_S:
+                for host in found:
+                    self.end_process(host, int(Exit.PASSING))
         for made, found in list(self.whole()):
             assert len({one.formation for one in found.values()}) == 1
             assert sorted(one.rank for one in found.values()) == list(range(len(found)))
@@ -221,6 +250,31 @@ def test_a_supervisor_that_is_silent_loses_its_place_and_gets_it_back(host):
     world.paused.discard(host)
     world.run(30)
     assert world.trains() == [(0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("host", range(4))
+def test_a_supervisor_that_slept_does_not_disturb_those_that_train_without_it(host):
+    world = world_of(hosts=1)
+    world.run(30)
+    world.paused.add(host)
+    world.run(20)
+    world.paused.discard(host)
+    world.run(30)
+    left = tuple(one for one in range(4) if one != host)
+    assert [made.slices for made in world.joins] == [(0, 1, 2, 3), left, (0, 1, 2, 3)]
+
+
+def test_a_process_that_is_asked_to_leave_while_it_starts_has_not_failed():
+    world = world_of()
+    world.starts_s = 24.0
+    world.run(30)
+    world.kill_machine(2)
+    world.run(3)
+    world.start(2)  # Its slice has settled while those that are left still start.
+    world.run(45)
+    assert world.trains() == [(0, 1, 2, 3)]
+    # Only the slice that was lost was blamed.
+    assert set(world.states[0].strikes) == {1}
 
 
 @pytest.mark.parametrize("status", [KILLED, 1, int(Exit.PASSING), formation.ABORTED])
