@@ -228,7 +228,7 @@ def dry_run(
 
 
 def _frozen(island: Island) -> int:
-    kinds = zip(island.division.synced, island.division.local, strict=True)
+    kinds = zip(island.division.synced, island.division.own, strict=True)
     leaves = zip(jax.tree.leaves(island.shapes), kinds, strict=True)
     return sum(math.prod(leaf.shape) for leaf, moves in leaves if not any(moves))
 

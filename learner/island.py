@@ -71,6 +71,11 @@ class Island:
         self.shapes = self.task.shapes
         self.hint = hint_of(self.task, self.shapes)
         self.division = tree.division_of(self.task, self.shapes)
+        if self.division.private and config.learner.checkpoint_dir is None:
+            raise ConfigError(
+                "the task has private leaves, which are nowhere but in this learner's checkpoints",
+                hint="set learner.checkpoint_dir; and checkpoint_upload, to outlive this machine",
+            )
         self.shardings: Params = param_shardings(self.task, self.layout, self.shapes, self.mesh)
         trained = self.division.trained_of(self.shapes)
         self.state = jax.eval_shape(self.task.optimizer.init, trained)

@@ -162,30 +162,30 @@ class GradientWatch:
 def _restored(island: Island, learner: Learner) -> tuple[Params, Any, bool]:
     """Returns the parameters, the optimizer's state, and whether a checkpoint had that state.
 
-    Leaves of local state, which each learner keeps for itself, come from the checkpoint too.
+    The learner's own leaves, which are local state or private, come from the checkpoint too.
     """
     like = island.sharded_state()
-    keeps = any(island.division.local)
+    keeps = any(island.division.own)
     if not keeps:
         state = learner.restore(like)
         fresh = state is like
         return learner.params, island.init_state(learner.params) if fresh else state, not fresh
-    # Local state is nowhere but in this learner's checkpoints.
-    local, others = tree.split(learner.params, island.division.local)
-    saved = learner.restore((like, local))
+    # They are nowhere but in this learner's checkpoints.
+    own, others = tree.split(learner.params, island.division.own)
+    saved = learner.restore((like, own))
     if saved[0] is like:
         return learner.params, island.init_state(learner.params), False
     return tree.join(saved[1], others), saved[0], True
 
 
 def _saved(island: Island, params: Params, state: Any) -> Any:
-    """Returns the contents of a checkpoint: the optimizer's state, or (that state, local leaves).
+    """Returns the contents of a checkpoint: the optimizer's state, or (that state, own leaves).
 
-    Local leaves are those that each learner keeps for itself.
+    Own leaves are local state and private leaves.
     """
-    if not any(island.division.local):
+    if not any(island.division.own):
         return state
-    return state, tree.split(params, island.division.local)[0]
+    return state, tree.split(params, island.division.own)[0]
 
 
 def _slow_down(params: Params, began_s: float, speed: float) -> None:

@@ -194,7 +194,7 @@ def _describe(trial: Trial, task: Task, layout: Layout) -> None:
     trial.facts += [
         ("trained", f"{synced - averaged:,} parameters in {len(layout.fragments)} fragments"),
         ("averaged state", f"{averaged:,} numbers"),
-        ("frozen, or local state", f"{held:,} numbers, never sent"),
+        ("frozen, private, or local state", f"{held:,} numbers, never sent"),
         ("tokens per step", f"{task.tokens_per_batch:,}"),
     ]
     if task.active_parameters is not None:

@@ -34,7 +34,7 @@ PARTS_OF_A_PART = 64
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 
-Kind = Literal["trained", "frozen", "local", "averaged"]
+Kind = Literal["trained", "frozen", "local", "averaged", "private"]
 # The merge rule of pieces of averaged state, which share no fragment with parameters.
 STATE = "state"
 
@@ -50,9 +50,10 @@ class TensorHint:
             index of these axes has a norm and a direction of its own.
         alone: True if the tensor shares its fragments with no other tensor.
         kind: "trained" and "averaged" tensors are synchronized; "frozen" ones never change;
-            each learner changes its own copy of "local" ones. "averaged" is state that no optimizer
+            each learner changes its own copy of "local" ones, and trains its own copy of "private"
+            ones, such as an embedding or a head of its own. "averaged" is state that no optimizer
             updates, such as batch statistics: learners adopt its token-weighted mean over the
-            fleet. Only floating tensors can be trained or averaged.
+            fleet. Only floating tensors can be trained, private or averaged.
     """
 
     merge: Literal["rda", "average"] = "rda"
@@ -222,7 +223,7 @@ def make_layout(
     placed = tuple(_place(index, cuts, block) for index, cuts in enumerate(bins))
     layout = Layout(
         tensors=tuple(t for t in leaves if kinds[t.name] in ("trained", "averaged")),
-        constants=tuple(t for t in leaves if kinds[t.name] in ("frozen", "local")),
+        constants=tuple(t for t in leaves if kinds[t.name] not in ("trained", "averaged")),
         fragments=placed,
         block=block,
         digest="",

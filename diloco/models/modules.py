@@ -32,7 +32,7 @@ from diloco.learner.task import (
     checked_options,
 )
 from diloco.learner.tensors.optimizer import adamw, warmup_cosine
-from diloco.models.chosen import Chosen, Patterns, matched
+from diloco.models.chosen import Chosen, Patterns, matched, with_private
 from diloco.models.decoders.task import learned_of, tokens_of
 from diloco.models.decoders.tokens import Data, TokenFolders
 from diloco.run.model.load import load
@@ -351,6 +351,7 @@ def task_of(library: str, opened: Callable[[NetworkOptions], Network], logits: L
         batch: AtLeastOne = 8,
         trained: Patterns = ("*",),
         frozen: Patterns = (),
+        private: Patterns = (),
         load: bool = False,
         averaged: Patterns = ("*embed*",),
         optimizer: Named | None = None,
@@ -376,6 +377,8 @@ def task_of(library: str, opened: Callable[[NetworkOptions], Network], logits: L
             batch: examples in a batch.
             trained: patterns of the parameters that are trained, such as "*lora*".
             frozen: patterns of parameters not to train among `trained`, such as "backbone/*".
+            private: patterns of trained parameters of which each learner trains its own and sends
+                nothing, such as "head/*".
             load: true: each learner takes frozen parameters from `module`, and the run stores their
                 digests; false: the run stores the parameters.
             averaged: patterns of the parameters that are merged by their plain mean.
@@ -405,6 +408,7 @@ def task_of(library: str, opened: Callable[[NetworkOptions], Network], logits: L
         choice = _OptimizerChoice(optimizer, steps, learning_rate)
         task = _around(network, sides, read, averaged, batch * (1 if own else length), choice)
         loaded = network.load_frozen if load else None
-        return dataclasses.replace(task, accumulate=accumulate, load_frozen=loaded)
+        task = dataclasses.replace(task, accumulate=accumulate, load_frozen=loaded)
+        return with_private(task, private)
 
     return build

@@ -98,6 +98,15 @@ def export(
         bool, typer.Option("--merge", help="hf: add adapters to their base model")
     ] = False,
     version: shared.Version = None,
+    learner: Annotated[
+        str | None,
+        typer.Option(
+            "--learner",
+            help="with this learner's private leaves and local state, of its newest checkpoint; "
+            "RUN is the learner's file",
+            metavar="NAME",
+        ),
+    ] = None,
 ) -> None:
     """Write the global model with its layout and settings to a folder.
 
@@ -106,7 +115,7 @@ def export(
     """
     from diloco.run.model.files import run_export
 
-    run_export(run, to, form, version, dtype, merge=merge)
+    run_export(run, to, form, version, dtype, merge=merge, learner=learner)
 
 
 @command(app)

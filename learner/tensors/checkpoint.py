@@ -200,6 +200,20 @@ def rebuild(like: Any, checkpoint: HostCheckpoint) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
+def below(checkpoint: HostCheckpoint, path: str) -> HostCheckpoint:
+    """Returns the leaves of a checkpoint whose paths begin with `path`; nothing is checked."""
+    facts = checkpoint.facts
+    chosen = [
+        (leaf, checkpoint.arrays[_key(index)])
+        for index, leaf in enumerate(facts.leaves)
+        if leaf.path.startswith(path)
+    ]
+    return HostCheckpoint(
+        facts.model_copy(update={"leaves": tuple(leaf for leaf, _ in chosen)}),
+        {_key(index): array for index, (_, array) in enumerate(chosen)},
+    )
+
+
 def part_of(like: dict[str, jax.ShapeDtypeStruct], checkpoint: HostCheckpoint) -> Arrays:
     """Returns one host's part of a state from a checkpoint, by the keys of `local_part`.
 

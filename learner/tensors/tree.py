@@ -1,9 +1,10 @@
 """The leaves of a model's parameters: their names, their kinds, and trees of some of the leaves.
 
-A leaf is *synchronized* if the run stores versions of it: it is trained, or it is state that is
-averaged over the fleet. All other leaves are *held*: they are frozen, or state that each learner
-keeps for itself. A tree of some of the leaves has None in place of the others. JAX treats None as a
-subtree without leaves, so that optimizers ignore it.
+A leaf is *synchronized* if the run stores versions of it: it is trained by all learners, or it is
+state that is averaged over the fleet. All other leaves are *held*: they are frozen, or each learner
+keeps its own: local state, and private leaves, which its optimizer trains. A tree of some of the
+leaves has None in place of the others. JAX treats None as a subtree without leaves, so that
+optimizers ignore it.
 """
 
 import re
@@ -33,13 +34,18 @@ class Division(NamedTuple):
 
     Attributes:
         trained: for each leaf, whether the inner optimizer changes the leaf.
-        synced: for each leaf, whether it is synchronized: trained, or averaged state.
-        local: for each leaf, whether it is state that each learner keeps for itself.
+        synced: for each leaf, whether it is synchronized: trained by all, or averaged state.
+        own: for each leaf, whether each learner keeps its own: local state, or private.
     """
 
     trained: tuple[bool, ...]
     synced: tuple[bool, ...]
-    local: tuple[bool, ...]
+    own: tuple[bool, ...]
+
+    @property
+    def private(self) -> bool:
+        """True if a leaf is private: trained by each learner for itself."""
+        return any(trained and own for trained, own in zip(self.trained, self.own, strict=True))
 
     def trained_of(self, params: Params) -> Params:
         """Returns `params` with None in place of leaves that the inner optimizer does not change.
@@ -57,13 +63,18 @@ class Division(NamedTuple):
 
 
 def division_of(task: Task, shapes: Params) -> Division:
-    """Returns which leaves of a task are trained, synchronized or local; `shapes` are theirs."""
+    """Returns which leaves of a task are trained, synchronized or each learner's own.
+
+    Args:
+        task: the task.
+        shapes: the shapes of its parameters.
+    """
     hint = hint_of(task, shapes)
     kinds = [kind_of(tensor, hint) for tensor in tensors_of(shapes)]
     return Division(
-        trained=tuple(kind == "trained" for kind in kinds),
+        trained=tuple(kind in ("trained", "private") for kind in kinds),
         synced=tuple(kind in ("trained", "averaged") for kind in kinds),
-        local=tuple(kind == "local" for kind in kinds),
+        own=tuple(kind in ("local", "private") for kind in kinds),
     )
 
 

@@ -20,6 +20,7 @@ from diloco.common.protocol.errors import CheckpointError, DilocoError
 from diloco.learner.background import Context
 from diloco.learner.core.handover import CheckpointId
 from diloco.learner.tensors import checkpoint as checkpoints
+from diloco.learner.tensors import checkpoint_encryption as encryption
 from diloco.learner.tensors.checkpoint import (
     CheckpointFolder,
     CheckpointObject,
@@ -111,6 +112,7 @@ class Saver:
         self._folder = folder
         self._incarnation = incarnation
         self._part = part
+        self._key = key_of(section)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
         self._made_s = time.monotonic()
@@ -182,6 +184,9 @@ class Saver:
         """
         context, local_step = self._context, checkpoint.facts.local_step
         data = checkpoints.pack(checkpoint)
+        if self._key is not None:
+            about = encryption.about(context.run, context.learner, local_step, self._part)
+            data = encryption.seal(self._key, data, about)
         name = names.learner_checkpoint(
             context.run, context.learner, local_step, shards.digest(data), self._part
         )
@@ -198,6 +203,15 @@ class Saver:
         for one in others:
             if one not in kept:
                 context.store.delete(one.name)
+
+
+def key_of(section: LearnerSection) -> bytes | None:
+    """Returns the key of uploaded checkpoints, uint8 [32]; None: they are not encrypted.
+
+    Raises:
+        ConfigError: the key's file cannot be read, or is no key.
+    """
+    return None if section.checkpoint_key is None else encryption.read_key(section.checkpoint_key)
 
 
 # --- Searching
@@ -321,6 +335,27 @@ def _healthy(
         yield candidate, facts, state
 
 
+def unsealed(
+    run: str, stored: CheckpointObject, data: bytes, key: bytes | None, part: str = ""
+) -> HostCheckpoint:
+    """Returns the checkpoint in the bytes of an uploaded object; its facts are not checked.
+
+    Args:
+        run: the run's name.
+        stored: the object.
+        data: its bytes.
+        key: the key of uploaded checkpoints, uint8 [32]; None: they are not encrypted.
+        part: the name of the host's part; "": the learner has one host.
+
+    Raises:
+        CheckpointError: the bytes are not those that were uploaded, or the key does not open them.
+    """
+    if shards.digest(data) != stored.digest:
+        raise CheckpointError(f"its bytes have digest {shards.digest(data)}")
+    about = encryption.about(run, stored.learner, stored.local_step, part)
+    return checkpoints.unpack(encryption.opened(key, data, about))
+
+
 class _Search(NamedTuple):
     """A search for checkpoints on the disk and in the store.
 
@@ -381,14 +416,12 @@ class _Search(NamedTuple):
         return facts, self.build(self.like, HostCheckpoint(facts, arrays))
 
     def _read_stored(self, stored: CheckpointObject) -> tuple[Facts, Any]:
-        largest = checkpoints.largest_object(self.like)
+        largest = encryption.sealed_bytes(checkpoints.largest_object(self.like))
         if stored.size_bytes > largest:
             raise CheckpointError(f"{stored.size_bytes} bytes, more than {largest}")
         data = self.fetch("reading a checkpoint", lambda: self.context.store.get(stored.name))
-        if shards.digest(data) != stored.digest:
-            raise CheckpointError(f"its bytes have digest {shards.digest(data)}")
         self.context.traffic.bytes_down += len(data)
-        checkpoint = checkpoints.unpack(data)
+        checkpoint = unsealed(self.context.run, stored, data, key_of(self.section), self.part)
         self._check(checkpoint.facts, stored.learner)
         return checkpoint.facts, self.build(self.like, checkpoint)
 

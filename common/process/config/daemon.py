@@ -255,6 +255,11 @@ class LearnerSection(Section):
         description="upload checkpoints to the object store, for a restart on another machine;"
         " needs `checkpoint_dir`",
     )
+    checkpoint_key: str | None = Field(
+        default=None,
+        description="file with the key, 64 hexadecimal digits, by which uploaded checkpoints are"
+        " encrypted; without it who reads the run's store reads them, private leaves too",
+    )
     warm_start: bool = Field(
         default=False,
         description="without a checkpoint of its own, a learner starts from an inner optimizer"
@@ -276,6 +281,10 @@ class LearnerSection(Section):
         if self.checkpoint_upload and self.checkpoint_dir is None:
             raise ValueError(
                 "checkpoint_upload uploads what is in checkpoint_dir, which is not set"
+            )
+        if self.checkpoint_key is not None and not self.checkpoint_upload:
+            raise ValueError(
+                "checkpoint_key encrypts what checkpoint_upload uploads, which is false"
             )
         if self.hosts > 1 and self.coordinator is None:
             raise ValueError("a learner of several hosts needs the address of its coordinator")

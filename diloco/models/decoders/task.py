@@ -35,7 +35,7 @@ from diloco.learner.task import (
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.mesh import by_kind_of_axis
 from diloco.learner.tensors.optimizer import Matrices, Optimizer, direction_by, warmup_cosine
-from diloco.models.chosen import Chosen, Patterns
+from diloco.models.chosen import Chosen, Patterns, with_private
 from diloco.models.decoders.attention import Kind
 from diloco.models.decoders.config import DecoderConfig, read_config, read_document
 from diloco.models.decoders.experts import Load
@@ -169,6 +169,7 @@ def build(
     lora: LoraOptions | None = None,
     trained: Patterns = ("*",),
     frozen: Patterns | None = None,
+    private: Patterns = (),
     images: ImageOptions | None = None,
 ) -> Task:
     """Train a decoder of a published family on tokens; losses are nats per token.
@@ -208,6 +209,8 @@ def build(
         frozen: patterns of tensors not to train among `trained`, such as "*/router*"; what is not
             trained is kept in `dtype`. None: with images the vision tower, "tower/*"; else none.
             Buffers of transformers, such as `layer_scalar`, are never trained.
+        private: patterns of trained tensors of which each learner trains its own and sends
+            nothing, such as "final_norm".
         images: {row = 1, patches = 2520} for a folder of rows with images: the greatest numbers of
             images in a row and of patches in an image. None: rows have no images, and the vision
             tower is not among the parameters.
@@ -244,7 +247,7 @@ def build(
         told: dict[str, Any] = {"compute": compute, "end": last(), "beside": beside}
         return loss_sums(config, base, batch, **told)
 
-    return Task(
+    task = Task(
         init=functools.partial(_init, config, adapters, chosen, dtype),
         loss=lambda params, batch, key: _trained_on(config, sums_of(params, batch, key)),
         weigh=lambda batch: jnp.sum(learned_of(_windows_of(batch), last())),
@@ -280,6 +283,7 @@ def build(
         if adapters is not None
         else _files_of(HuggingFace(config, source, fresh), chosen, dtype),
     )
+    return with_private(task, private)
 
 
 def _held_out_loss(

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -67,6 +68,7 @@ async def write_model(
     settings: RunSettings | None = None,
     dtype: str | None = None,
     merge: bool = False,
+    own: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> None:
     """Writes the model that the views of all fragments make.
 
@@ -85,6 +87,8 @@ async def write_model(
         settings: the settings in force when the views were made; None: the specification's.
         dtype: one of `DTYPES`, in which floats are written in the format `hf`; None: float32.
         merge: whether adapters are added to their base, in the format `hf`.
+        own: by name, leaves that a learner keeps for itself, instead of their values at the run's
+            creation.
 
     Raises:
         ConfigError: the folder cannot be written, or the task has no such format.
@@ -95,7 +99,7 @@ async def write_model(
     # By the layout alone: exporting needs neither the task nor its data.
     arrays = arrays_of(context.layout, [views[fragment] for fragment in sorted(views)])
     specification = await load_specification(context.bus, context.run)
-    arrays |= await held_leaves(context, specification)
+    arrays |= {**await held_leaves(context, specification), **own}
     if form == "hf":
         write = partial(
             _write_for_others,
@@ -236,6 +240,7 @@ def run_export(
     dtype: str | None = None,
     *,
     merge: bool = False,
+    learner: str | None = None,
 ) -> None:
     """Writes a run's global model, and prints its versions; arguments as of `diloco export`.
 
@@ -244,13 +249,20 @@ def run_export(
     """
     check_target(folder, form, dtype, merge=merge)
     with working("reading and writing the model"):
-        records = asyncio.run(_export_run(target, folder, form, version, dtype, merge))
+        export = _export_run(target, folder, form, version, dtype, merge, learner)
+        records = asyncio.run(export)
     versions = ",".join(str(records[fragment].version) for fragment in sorted(records))
     say(f"versions {versions} are in {folder}")
 
 
 async def _export_run(
-    target: str, folder: Path, form: str, version: str | None, dtype: str | None, merge: bool
+    target: str,
+    folder: Path,
+    form: str,
+    version: str | None,
+    dtype: str | None,
+    merge: bool,
+    learner: str | None,
 ) -> dict[int, wire.Record]:
     async with open_run(target, name="export", reads=True) as opened:
         context = opened.context
@@ -266,7 +278,12 @@ async def _export_run(
             else:
                 loaded = await load_view(context, fragment)
                 records[fragment], views[fragment] = loaded.record, loaded.view
-        await write_model(folder, form, context, views, records, dtype=dtype, merge=merge)
+        own: Arrays = {}
+        if learner is not None:
+            from diloco.run.model.own_leaves import own_leaves  # needs JAX
+
+            own = await context.runtime.call(own_leaves, context, opened.config.learner, learner)
+        await write_model(folder, form, context, views, records, dtype=dtype, merge=merge, own=own)
         return records
 
 
