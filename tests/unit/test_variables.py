@@ -122,7 +122,7 @@ def test_what_becomes_of_each_leaf():
     assert division_of(TASK, shapes) == Division(
         trained=tuple(name.startswith("trained") for name in names),
         synced=tuple(name.startswith("trained") or name == "state/mean" for name in names),
-        local=tuple(name == "state/seen" for name in names),
+        own=tuple(name == "state/seen" for name in names),
     )
     layout = task_layout(TASK, SyncSection(fragments=2, block=16))
     assert [tensor.name for tensor in layout.constants] == ["frozen/base", "state/seen"]
