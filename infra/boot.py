@@ -24,14 +24,21 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from diloco.infra.cloud import Google
+from diloco.infra.cloud import DNS, Google
 from diloco.infra.ended import DROP_IN
 from diloco.infra.google_units import ACCELERATORS, CACHE, KEEPER, LIVEZ, LOGS, UNITS, data_units
 from diloco.infra.install_release import ReleaseRefused, Releases, Run, run_command, say, write
 
 _AGAIN_S = 60.0
+_PEERS = "DILOCO_LEARNER_PEERS"
+# The metadata entry with a host's number within its slice, which JAX reads too.
+_WORKER = "attributes/agent-worker-number"
+# The end of a line of /etc/hosts that this program writes.
+_OURS = "# diloco"
+# Seconds for which a resolver may remember a host's address, as in infra/terraform/modules/learner.
+_NAME_S = 5
 # Units that are started in addition to LOGS, by role; they need no release.
 _ALSO_STARTED = {"learner": (LIVEZ,), "keeper": (KEEPER,)}
 _INSTALL_NGINX = (
@@ -63,6 +70,9 @@ class Parameters(NamedTuple):
             has no such disk.
         data: URL of a folder of prepared data in a bucket, which a learner's machine copies; "":
             none.
+        slice: for a learner of several slices: {"number": which slice the machine is of, "hosts":
+            how many hosts each slice has, "names": path of the DNS zone of all hosts' names}; None:
+            the learner has one slice.
     """
 
     role: str
@@ -79,6 +89,7 @@ class Parameters(NamedTuple):
     budget: Mapping[str, object] | None = None
     disk: Mapping[str, str] | None = None
     data: str = ""
+    slice: Mapping[str, Any] | None = None
 
 
 class Boot:
@@ -113,6 +124,10 @@ class Boot:
 
     def _boot(self) -> bool:
         parameters = Parameters(**self._google.parameters())
+        if parameters.slice is not None:
+            host = self._take_name(parameters.slice, parameters.environment[_PEERS].split(","))
+            place = {"DILOCO_LEARNER_HOST": str(host)}
+            parameters = parameters._replace(environment={**parameters.environment, **place})
         say(
             f"{parameters.role} {parameters.name}: {parameters.release.get('object', 'no release')}"
         )
@@ -165,6 +180,31 @@ class Boot:
             self._run(["systemd-sysusers"])
             self._run(["udevadm", "control", "--reload"])
             self._run(["udevadm", "trigger", "--settle", "-s", "vfio", "-s", "accel"])
+
+    def _take_name(self, mine: Mapping[str, Any], peers: Sequence[str]) -> int:
+        """Gives the name of this host this machine's address; returns the host's number.
+
+        Names stay when machines are replaced. This machine itself finds the address in /etc/hosts,
+        as resolvers may still have the address of the machine before.
+
+        Args:
+            mine: `Parameters.slice`.
+            peers: the names of all hosts, each with a port, slice by slice.
+        """
+        # The platform numbers the hosts of a slice, as the TPU's runtime knows them.
+        place = int(self._google.about_me(_WORKER)) if mine["hosts"] > 1 else 0
+        host = int(mine["number"]) * int(mine["hosts"]) + place
+        name = peers[host].rpartition(":")[0]
+        address = self._google.about_me("network-interfaces/0/ip").decode()
+        table = self._at("/etc/hosts")
+        lines = table.read_text().splitlines() if table.exists() else []
+        kept = [line for line in lines if not line.endswith(_OURS)]
+        text = "".join(f"{line}\n" for line in [*kept, f"{address} {name} {_OURS}"])
+        write(table, text.encode(), 0o644)
+        record = {"name": f"{name}.", "type": "A", "ttl": _NAME_S, "rrdatas": [address]}
+        self._google.change(f"{DNS}{mine['names']}/rrsets/{name}./A", record)
+        say(f"host {host}: {name} is {address}")
+        return host
 
     # The release
 

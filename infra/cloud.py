@@ -14,6 +14,7 @@ METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/"
 STORAGE = "https://storage.googleapis.com/storage/v1/"
 SECRETS = "https://secretmanager.googleapis.com/v1/"
 COMPUTE = "https://compute.googleapis.com/compute/v1/"
+DNS = "https://dns.googleapis.com/dns/v1/"
 LOGGING = "https://logging.googleapis.com/v2/entries:write"
 
 
@@ -63,6 +64,11 @@ class Google:
         with _send(url, headers, data, "GET" if data is None else "POST") as answer:
             told: dict[str, Any] = json.loads(answer.read() or b"{}")
         return told
+
+    def change(self, url: str, fields: Mapping[str, Any]) -> None:
+        """Changes fields of something that Google has, by PATCH."""
+        headers = {**self._authorized(), "Content-Type": "application/json"}
+        _send(url, headers, json.dumps(fields).encode(), "PATCH").close()
 
     def object(self, bucket: str, name: str) -> bytes:
         """Returns the bytes of an object of a bucket."""

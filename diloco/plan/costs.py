@@ -56,6 +56,7 @@ class Prices(Section):
     gateway_machines: int
     gateway_address: float
     secret: float
+    dns_zone: float
     chips: dict[str, float]
     aggregator_cores: tuple[int, ...]
     uploads_charged: bool

@@ -20,6 +20,7 @@ from diloco.infra.google_units import DATA
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, FleetLearner, chips_of, hosts_of
 from diloco.infra.provision.known import Known
 from diloco.learner.dry_run import device_bytes
+from diloco.learner.island import task_of_slices
 from diloco.learner.load_and_check_task import build_task, function_of, model_of
 from diloco.learner.task import Task
 from diloco.learner.tensors import tree
@@ -103,6 +104,7 @@ def check_run(fleet: FleetFile, config: Config, task: Task, known: Known) -> Ite
             continue
         yield from _reach(where, options, fleet.data)
         yield from _batch(where, settings.task.build, options, axes)
+        yield from _shares(where, learner, config, task, options, axes)
         try:
             needed = array_bytes(task, config, name, layout, axes)
         except DilocoError as error:
@@ -181,14 +183,49 @@ def _batch(
     where: str, build: str, options: Mapping[str, Any], axes: tuple[int, ...]
 ) -> Iterator[FleetFinding]:
     """Yields a finding if the mesh cannot divide a batch's rows; for tasks with option `batch`."""
-    parameter = inspect.signature(function_of(build)).parameters.get("batch")
-    rows = options.get("batch", parameter.default if parameter else None)
+    rows = _rows(build, options)
     parts = math.prod(size for axis, size in zip(AXES, axes, strict=True) if axis in ROWS)
     if isinstance(rows, int) and rows % parts:
         yield FleetFinding(
             f"{where}: a batch of {rows} rows cannot be cut into {' x '.join(ROWS)} = {parts} "
             "parts of its mesh"
         )
+
+
+def _rows(build: str, options: Mapping[str, Any]) -> Any:
+    """Returns a task's option `batch`, or its default; None: it has no such option."""
+    parameter = inspect.signature(function_of(build)).parameters.get("batch")
+    return options.get("batch", parameter.default if parameter else None)
+
+
+def _shares(
+    where: str,
+    learner: FleetLearner,
+    config: Config,
+    task: Task,
+    options: Mapping[str, Any],
+    axes: tuple[int, ...],
+) -> Iterator[FleetFinding]:
+    """Yields a finding if a batch cannot be divided over each number of slices that may train.
+
+    Args:
+        where: the learner's key in the fleet.
+        learner: the learner, of one slice or several.
+        config: the run's file.
+        task: the learner's task.
+        options: the task's options.
+        axes: sizes of the axes of the mesh of one slice.
+    """
+    rows = _rows(config.task.build, options)
+    too_few = learner.slices < config.learner.min_slices  # `check_slices` says so.
+    if learner.slices == 1 or too_few or not isinstance(rows, int):
+        return
+    section = config.learner.model_copy(update={"slices": learner.slices, "formation": ()})
+    whole: Any = AbstractMesh((axes[0] * learner.slices, *axes[1:]), AXES, axis_types=AUTO)
+    try:
+        task_of_slices(task, jax.ShapeDtypeStruct((rows,), np.int32), section, whole)
+    except DilocoError as error:
+        yield _fault(where, error)
 
 
 def array_bytes(

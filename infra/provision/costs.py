@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from diloco.infra.provision.fleet import FleetFile, FleetLearner, chips_of, hosts_of, region_of
+from diloco.infra.provision.fleet import FleetFile, FleetLearner, chips_of, machines_of, region_of
 from diloco.infra.provision.known import Known
 from diloco.plan.costs import (
     BUS_BOOT_GIB,
@@ -58,6 +58,9 @@ def fleet_costs(
     running = _running(fleet)
     found += [_learner(name, learner, known, prices) for name, learner in running.items()]
     found += [*_disks(fleet, prices), _gateways(fleet, prices), _secrets(fleet, prices)]
+    if names := sum(one.slices > 1 for one in fleet.learners.values()):
+        price = names * prices.dns_zone / MONTH_DAYS
+        found.append(ResourceCost(f"names of slices' hosts: {names} zones", price))
     # Both are priced by bytes that are unknown before the run: changes on disks, lines of logs.
     return [
         *found,
@@ -79,7 +82,7 @@ def _gateways(fleet: FleetFile, prices: Prices) -> ResourceCost:
     zones = [*fleet.nats.zones, *(one.zone for one in fleet.aggregators.values())]
     zones += [fleet.nats.zones[0]] * fleet.keeper + fleet.caches
     for one in _running(fleet).values():
-        zones += [one.zone] * hosts_of(one)
+        zones += [one.zone] * machines_of(one)
     machines = Counter(map(region_of, zones))
     counted = sum(min(count, prices.gateway_machines) for count in machines.values())
     hour = counted * prices.gateway_machine + len(machines) * prices.gateway_address
@@ -103,18 +106,18 @@ def _machines(count: int, machine: str, name: str, known: Known, prices: Prices)
 def _learner(name: str, learner: FleetLearner, known: Known, prices: Prices) -> ResourceCost:
     found = _by_list(name, learner, known, prices)
     if found.dollars is None and learner.dollars_hour is not None:
-        return found._replace(dollars=24 * hosts_of(learner) * learner.dollars_hour)
+        return found._replace(dollars=24 * machines_of(learner) * learner.dollars_hour)
     return found
 
 
 def _by_list(name: str, learner: FleetLearner, known: Known, prices: Prices) -> ResourceCost:
     if learner.kind == "cpu" and not learner.spot:
-        return _machines(1, str(learner.machine_type), name, known, prices)
+        return _machines(machines_of(learner), str(learner.machine_type), name, known, prices)
     way = "spot" if learner.spot else "of a reservation" if learner.reservation else "on demand"
     way = "flex-start" if learner.flex_start_hours else way
-    count, what = chips_of(learner), f"chips of {learner.kind}"
+    count, what = learner.slices * chips_of(learner), f"chips of {learner.kind}"
     if learner.kind == "cpu":
-        count, what = 1, str(learner.machine_type)
+        count, what = machines_of(learner), str(learner.machine_type)
     hour = prices.chips.get(learner.kind) if way == "on demand" else None
     return ResourceCost(f"{name}: {count} {what}, {way}", 24 * count * hour if hour else None)
 
@@ -141,7 +144,7 @@ def budget_variable(
         "dollars": fleet.budget.dollars,
         "dollars_hour": (sum(rest) + fleet.budget.traffic_dollars_day) / 24,
         "learners": {
-            name: one.dollars / 24 / hosts_of(fleet.learners[name])
+            name: one.dollars / 24 / machines_of(fleet.learners[name])
             for name, one in of_learners.items()
             if one.dollars is not None
         },
@@ -155,7 +158,7 @@ def _disks(fleet: FleetFile, prices: Prices) -> Iterator[ResourceCost]:
     gib[DISK] += sum(one.disk_gib for one in fleet.aggregators.values())
     gib[DISK] += KEEPER_DISK_GIB * fleet.keeper + CACHE_DISK_GIB * len(fleet.caches)
     for learner in _running(fleet).values():
-        gib[DISKS.get(learner.kind, DISK)] += hosts_of(learner) * learner.disk_gib
+        gib[DISKS.get(learner.kind, DISK)] += machines_of(learner) * learner.disk_gib
     for kind, size in gib.items():
         yield ResourceCost(f"disks: {size} GiB of {kind}", prices.disk_day(kind, size))
 

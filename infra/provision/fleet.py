@@ -58,6 +58,16 @@ def _kind(kind: object) -> object:
     return kind
 
 
+def _of_all_slices(given: object) -> object:
+    match given:
+        case [*values]:
+            raise ValueError(
+                f"lists {len(values)} slices, and those of one learner are equal: give one value,"
+                " and their number as slices; slices that differ are different learners"
+            )
+    return given
+
+
 def _private(text: str) -> str:
     try:
         found = ipaddress.ip_network(text)
@@ -262,10 +272,12 @@ class FleetLearner(FileSection):
     """One learner: its machines.
 
     Attributes:
-        zone: zone of all its machines.
+        zone: zone of all its machines, unless `zones` is set.
         kind: the accelerator, or "cpu".
         chips: chips of its one host; None without accelerators, or with a topology.
         topology: shape of a slice of several hosts, such as 4x4; None: one host.
+        slices: the number of its slices, which are equal; it continues with those that are left.
+        zones: zone of each slice, in the region of `zone`; None: all are in `zone`.
         machine_type: type of a machine without accelerators; None with accelerators.
         spot: whether machines are preemptible.
         reservation: the reservation that machines are from; None: none.
@@ -282,8 +294,10 @@ class FleetLearner(FileSection):
 
     zone: Zone
     kind: Annotated[Kind, BeforeValidator(_kind)]
-    chips: int | None = None
-    topology: Topology | None = None
+    chips: Annotated[int | None, BeforeValidator(_of_all_slices)] = None
+    topology: Annotated[Topology | None, BeforeValidator(_of_all_slices)] = None
+    slices: Annotated[int, Field(ge=1, le=64), BeforeValidator(_of_all_slices)] = 1
+    zones: list[Zone] | None = None
     machine_type: Machine | None = None
     spot: bool = False
     reservation: Reservation | None = None
@@ -312,17 +326,41 @@ class FleetLearner(FileSection):
             raise ValueError("kind 'cpu' takes no flex_start_hours")
         return self
 
+    @model_validator(mode="after")
+    def _places(self) -> "FleetLearner":
+        if len(self.slice_zones) != self.slices:
+            raise ValueError(
+                f"zones names {len(self.slice_zones)} zones, and slices is {self.slices}: name one"
+                " for each slice, or leave zones out"
+            )
+        if others := [one for one in self.slice_zones if region_of(one) != region_of(self.zone)]:
+            raise ValueError(
+                f"zones has {others[0]}, and zone is {self.zone}: the slices of a learner are in"
+                " one region; make those of another region a learner of their own"
+            )
+        return self
+
+    @property
+    def slice_zones(self) -> list[str]:
+        """The zone of each slice."""
+        return self.zones or [self.zone] * self.slices
+
 
 def chips_of(learner: FleetLearner) -> int:
-    """Returns the number of chips of all hosts of a learner; 0 without accelerators."""
+    """Returns the number of chips of one slice of a learner; 0 without accelerators."""
     if learner.topology is None:
         return learner.chips or 0
     return math.prod(int(side) for side in learner.topology.split("x"))
 
 
 def hosts_of(learner: FleetLearner) -> int:
-    """Returns the number of a learner's machines, as infra/terraform/modules/learner counts."""
+    """Returns the number of machines of one slice, as infra/terraform/modules/learner counts."""
     return 1 if learner.topology is None else max(1, chips_of(learner) // CHIPS_OF_HOST)
+
+
+def machines_of(learner: FleetLearner) -> int:
+    """Returns the number of machines of all slices of a learner."""
+    return learner.slices * hosts_of(learner)
 
 
 class Budget(FileSection):

@@ -13,6 +13,7 @@ from diloco.infra.provision.fleet import (
     FleetFinding,
     FleetLearner,
     hosts_of,
+    machines_of,
     region_of,
 )
 from diloco.infra.provision.known import Accelerator, Known
@@ -21,6 +22,10 @@ from diloco.infra.provision.known import Accelerator, Known
 # (docs/security.md).
 MOST_IDENTITIES = 30
 LIVENESS_PORT = 9463
+# The port of the supervisors of several slices, as in infra/terraform/main.tf.
+SUPERVISOR_PORT = 9466
+# The most hosts of a learner of several slices: each is told the names of all in one variable.
+MOST_SUPERVISORS = 1024
 # Ports of JAX's coordinator and libtpu, which the firewall of modules/learner opens.
 TPU_PORTS = range(8470, 8491)
 # The number of addresses of a range that Google reserves.
@@ -51,7 +56,11 @@ def _placed(fleet: FleetFile) -> list[tuple[str, str]]:
         *((f"nats.zones: {zone}", zone) for zone in fleet.nats.zones),
         *((f"aggregators.{name}", one.zone) for name, one in fleet.aggregators.items()),
         *((f"caches: {zone}", zone) for zone in fleet.caches),
-        *((f"learners.{name}", one.zone) for name, one in fleet.learners.items()),
+        *(
+            (f"learners.{name}", zone)
+            for name, one in fleet.learners.items()
+            for zone in dict.fromkeys(one.slice_zones)
+        ),
     ]
 
 
@@ -90,6 +99,13 @@ def _slices(fleet: FleetFile) -> Iterator[FleetFinding]:
             f"metrics_port {fleet.metrics_port} is among {TPU_PORTS.start} to "
             f"{TPU_PORTS.stop - 1}, at which the hosts of {large[0]} speak to each other"
         )
+    if any(one.slices > 1 for one in fleet.learners.values()) and (
+        fleet.metrics_port == SUPERVISOR_PORT
+    ):
+        yield FleetFinding(
+            f"metrics_port {SUPERVISOR_PORT} is where the supervisors of several slices listen: "
+            "take another, such as 9464"
+        )
     flex = [name for name, one in fleet.learners.items() if one.flex_start_hours]
     lost = sorted({*large, *flex})
     if lost and not fleet.keeper:
@@ -122,7 +138,7 @@ def _subnets(fleet: FleetFile) -> Iterator[FleetFinding]:
             yield FleetFinding(f"{where}: the region {region_of(zone)} has no range in subnets")
     hosts: Counter[str] = Counter()
     for learner in fleet.learners.values():
-        hosts[region_of(learner.zone)] += hosts_of(learner)
+        hosts[region_of(learner.zone)] += machines_of(learner)
     others = [*fleet.nats.zones, *fleet.caches, *(one.zone for one in fleet.aggregators.values())]
     hosts.update(region_of(zone) for zone in others)
     hosts[region_of(fleet.nats.zones[0])] += fleet.keeper
@@ -143,6 +159,13 @@ def _names(fleet: FleetFile) -> Iterator[FleetFinding]:
     for name in [*fleet.aggregators, *fleet.learners]:
         if name in _RESERVED or _NODE.fullmatch(name):
             yield FleetFinding(f"{name!r} is what the run calls its own: take another name")
+    for name, learner in fleet.learners.items():
+        for number in range(learner.slices if learner.slices > 1 else 0):
+            if (other := f"{name}-s{number}") in fleet.learners:
+                yield FleetFinding(
+                    f"learners.{other}: is named like slice {number} of learners.{name}, and their "
+                    "machines would have the same names: rename one"
+                )
     if len(fleet.aggregators) == 1:
         yield FleetFinding(
             "there is one aggregator: no other takes over if its machine is lost", refused=False
@@ -207,19 +230,40 @@ def _accelerated(
         )
     if learner.topology is not None:
         yield from _topology(where, learner.kind, learner.topology, kind)
-    if learner.zone in kind.zones:
-        return
-    of_ai = "-ai" in learner.zone
-    if region_of(learner.zone).partition("-")[0] in kind.read and not of_ai:
-        zones = ", ".join(sorted(kind.zones))
+    for zone in dict.fromkeys(learner.slice_zones):
+        if zone in kind.zones:
+            continue
+        if region_of(zone).partition("-")[0] in kind.read and "-ai" not in zone:
+            zones = ", ".join(sorted(kind.zones))
+            yield FleetFinding(
+                f"{where}: {zone} has no {learner.kind} (read on {known.as_of}: {zones}); "
+                "allow_unlisted = true if Google has it since, or has promised it to you",
+                refused=not unlisted,
+            )
+        else:
+            yield FleetFinding(
+                f"{where}: whether {zone} has {learner.kind} is not known here", refused=False
+            )
+    if learner.slices > 1:
+        yield from _joined(where, learner)
+
+
+def _joined(where: str, learner: FleetLearner) -> Iterator[FleetFinding]:
+    """Yields warnings where Google's pages on joining slices (Multislice) say less than is asked.
+
+    docs.cloud.google.com/tpu/docs/multislice-introduction, and "Deploy TPU Multislices in GKE".
+    """
+    if len(set(learner.slice_zones)) > 1:
         yield FleetFinding(
-            f"{where}: {learner.zone} has no {learner.kind} (read on {known.as_of}: {zones}); "
-            "allow_unlisted = true if Google has it since, or has promised it to you",
-            refused=not unlisted,
+            f"{where}: its slices are in {len(set(learner.slice_zones))} zones, and Google joins "
+            f"slices of {learner.kind} within one: put them into one zone",
+            refused=False,
         )
-    else:
+    if hosts_of(learner) == 1:
         yield FleetFinding(
-            f"{where}: whether {learner.zone} has {learner.kind} is not known here", refused=False
+            f"{where}: its slices have one host each, and Google joins slices of several hosts of "
+            f"{learner.kind}: give it a topology",
+            refused=False,
         )
 
 

@@ -19,14 +19,18 @@ from diloco.infra.provision.files import (
     check_webhook,
     read_run,
 )
-from diloco.infra.provision.fleet import FleetFile, FleetFinding, chips_of, read_fleet
+from diloco.infra.provision.fleet import FleetFile, FleetFinding, chips_of, machines_of, read_fleet
 from diloco.infra.provision.known import Known, known
-from diloco.infra.provision.places import check_places
+from diloco.infra.provision.places import MOST_SUPERVISORS, check_places
 from diloco.learner.tensors.tree import task_layout
 from diloco.plan.costs import REST_BYTES
 from diloco.plan.inputs import read_prices
 from diloco.plan.traffic import equal_fragments, sizes
 
+# Shortest silence after which the host of another slice may count as lost. A report comes each
+# quarter of a second; one whose packet the link loses three times in a row comes 1.4 s late, as TCP
+# sends it again after 0.2, 0.4 and 0.8 s.
+LEAST_SILENT_S = 2.0
 _FILES = ("run_toml", "auth_folder", "webhook_file")
 # Keys of the fleet's file that Terraform does not have, or has otherwise.
 _NOT_TERRAFORMS: dict[str, Any] = {
@@ -79,6 +83,7 @@ def check(path: Path) -> Checked:
     run = config.run.name
     findings += check_names(fleet, run)
     findings += check_meshes(fleet, config)
+    findings += check_slices(fleet, config)
     findings += check_auth(fleet, files["auth_folder"], run)
     fragments, more = _model(fleet, config, table)
     findings += more
@@ -200,3 +205,44 @@ def check_meshes(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
             f"the run's file has [learner.islands.{name}], and the fleet no such learner",
             refused=False,
         )
+
+
+def check_slices(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
+    """Yields a finding for each setting of the run that a learner's several slices contradict.
+
+    Terraform tells machines `learner.slices`, `learner.peers` and `learner.host`; all other
+    settings are the run's.
+    """
+    section = config.learner
+    for name, learner in fleet.learners.items():
+        where, slices = f"learners.{name}", learner.slices
+        if "slices" in section.model_fields_set and section.slices != slices:
+            yield FleetFinding(
+                f"{where}: the fleet gives it {slices} slices, and the run's file has "
+                f"learner.slices = {section.slices}: leave learner.slices and learner.peers out of "
+                "the run's file, as Terraform tells them to machines"
+            )
+        if slices == 1:
+            continue
+        if section.min_slices > slices:
+            yield FleetFinding(
+                f"{where}: the run's learner.min_slices is {section.min_slices}, and the fleet "
+                f"gives it {slices} slices, so that it would never train: lower min_slices, or set "
+                f"slices = {section.min_slices}"
+            )
+        if section.silent_s < LEAST_SILENT_S:
+            yield FleetFinding(
+                f"{where}: the run's learner.silent_s is {section.silent_s:g}, and between slices "
+                f"a report may be {LEAST_SILENT_S:g} s late, so that hosts that work would count "
+                f"as lost: set it to {LEAST_SILENT_S:g} or more; the default is 5"
+            )
+        if section.coordinator is not None:
+            yield FleetFinding(
+                f"{where}: the run's file has learner.coordinator = {section.coordinator!r}, and "
+                "the supervisors of several slices choose it: leave it out"
+            )
+        if machines_of(learner) > MOST_SUPERVISORS:
+            yield FleetFinding(
+                f"{where}: {slices} slices have {machines_of(learner)} hosts, and a learner of "
+                f"several slices has {MOST_SUPERVISORS} at most: take fewer slices, or smaller ones"
+            )

@@ -27,6 +27,7 @@ locals {
   learners = {
     for name, one in var.learners : name => {
       zone         = one.zone
+      zones        = try(length(one.zones), 0) > 0 ? tolist(one.zones) : [for _ in range(try(coalesce(one.slices), 1)) : one.zone]
       kind         = one.kind
       chips        = try(one.chips, null)
       topology     = try(one.topology, null)
@@ -72,6 +73,9 @@ locals {
     files = { for name in ["boot.py", "install_release.py", "google_units.py", "livez.py", "cloud.py", "logs.py", "keeper.py", "ended.py", "cache.py"] : name => file("${path.module}/../${name}") }
   })
   livez_port = 9463 # as infra/livez.py has it
+  # At which the supervisors of a learner of several slices find each other.
+  supervisor_port = 9466
+  several         = anytrue([for one in local.learners : length(one.zones) > 1])
 
   # NATS servers have the addresses from 11 on.
   cache_port = 9465
@@ -104,7 +108,7 @@ locals {
     "cloudresourcemanager.googleapis.com", "compute.googleapis.com", "iam.googleapis.com",
     "iap.googleapis.com", "logging.googleapis.com", "monitoring.googleapis.com", "oslogin.googleapis.com",
     "secretmanager.googleapis.com", "storage.googleapis.com", "tpu.googleapis.com",
-  ], var.billing_account == null ? [] : ["billingbudgets.googleapis.com"])
+  ], local.several ? ["dns.googleapis.com"] : [], var.billing_account == null ? [] : ["billingbudgets.googleapis.com"])
 
   store_url = "gs://${module.objects.name}"
   run_toml  = <<-EOT
@@ -218,6 +222,16 @@ resource "google_project_iam_custom_role" "deleter" {
   depends_on = [google_project_service.this]
 }
 
+# For the names of the hosts of a learner of several slices, in the DNS zone of that learner.
+resource "google_project_iam_custom_role" "names" {
+  count       = local.several ? 1 : 0
+  role_id     = "diloco_${replace(var.run, "-", "_")}_names"
+  title       = "diloco ${var.run}: change addresses of names"
+  permissions = ["dns.changes.create", "dns.resourceRecordSets.get", "dns.resourceRecordSets.update"]
+
+  depends_on = [google_project_service.this]
+}
+
 module "nats" {
   source         = "./modules/nats"
   project        = var.project
@@ -280,7 +294,7 @@ module "learner" {
   for_each     = local.learners
   run          = var.run
   name         = each.key
-  zone         = each.value.zone
+  zones        = each.value.zones
   kind         = each.value.kind
   chips        = each.value.chips
   topology     = each.value.topology
@@ -297,6 +311,8 @@ module "learner" {
   subnetwork       = module.network.subnetworks[regex("^(.*)-(?:ai[0-9])?[a-z]$", each.value.zone)[0]]
   tag              = local.tags.learner
   livez_port       = local.livez_port
+  supervisor_port  = local.supervisor_port
+  names_role       = local.several ? "projects/${var.project}/roles/${google_project_iam_custom_role.names[0].role_id}" : null
   paused           = var.paused || each.value.paused
   startup_script   = local.startup_script
   data             = var.data
@@ -314,15 +330,15 @@ module "keeper" {
   run     = var.run
   zone    = var.nats.zones[0]
   image   = local.images.cpu
-  groups = [for name, learner in module.learner : {
+  groups = flatten([for name, learner in module.learner : [for group in learner.groups : {
     project = var.project
-    zone    = learner.group.zone
-    name    = learner.group.name
-    hosts   = learner.group.target_size
+    zone    = group.zone
+    name    = group.name
+    hosts   = group.target_size
     ours    = learner.bulk
 
     dollars_hour = try(var.budget.learners[name], 0)
-  }]
+  }]])
   stop_at = var.stop_at
   budget = var.budget == null ? null : {
     dollars      = var.budget.dollars

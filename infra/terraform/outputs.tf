@@ -28,7 +28,7 @@ output "prometheus" {
     scrape_configs = [
       for role, zones in {
         aggregator = values(local.aggregators)[*].zone
-        learner    = values(local.learners)[*].zone
+        learner    = flatten(values(local.learners)[*].zones)
         } : {
         job_name       = "diloco-${role}s"
         gce_sd_configs = [for zone in sort(distinct(zones)) : { project = var.project, zone = zone, port = var.metrics_port }]
@@ -42,10 +42,12 @@ output "prometheus" {
 }
 
 output "machines" {
-  description = "Where each part is: an instance, or the group of a learner's machines."
+  description = "Where each part is: an instance, or the group of a learner's machines; of several slices one each."
   value = merge(
     { for name, instance in module.nats.instances : name => { zone = instance.zone, instance = instance.name } },
     { for name, aggregator in module.aggregator : name => { zone = aggregator.instance.zone, instance = aggregator.instance.name } },
-    { for name, learner in module.learner : name => { zone = learner.group.zone, group = learner.group.name } },
+    merge([for name, learner in module.learner : {
+      for index, group in learner.groups : length(learner.groups) == 1 ? name : "${name}/${index}" => { zone = group.zone, group = group.name }
+    }]...),
   )
 }

@@ -222,6 +222,8 @@ variable "learners" {
     The learners by name. kind and size: "v5p" with chips 1, 2 or 4; "v6e" with 1, 4 or 8; "tpu7x" with 4;
     or topology in place of chips for a slice of several hosts, which come all at once, such as "4x4" (v6e) or "2x2x4" (v5p, tpu7x);
     "cpu" with machine_type. Kinds may be mixed. image and disk_gib have defaults by kind.
+    slices = 4 makes it a learner of four such slices, each healed by itself, which goes on with those that are left;
+    zones names a zone for each of them, of the region of zone, where they are not all in zone.
     spot, reservation or flex_start_hours say how its machines come; else they are on demand.
     warm_start = true lets it read the checkpoints of all learners, which learner.warm_start needs.
     paused = true takes its machines away, and leaves all else: for a pause, or when the run has ended.
@@ -232,10 +234,10 @@ variable "learners" {
   validation {
     condition = try(alltrue([
       for one in values(var.learners) : length(setsubtract(keys(one), [
-        "zone", "kind", "chips", "topology", "machine_type", "spot", "reservation", "flex_start_hours", "image", "disk_gib", "warm_start", "paused", "site",
+        "zone", "zones", "slices", "kind", "chips", "topology", "machine_type", "spot", "reservation", "flex_start_hours", "image", "disk_gib", "warm_start", "paused", "site",
       ])) == 0
     ]), false)
-    error_message = "A learner has an unknown key; it takes zone, kind, chips, topology, machine_type, spot, reservation, flex_start_hours, image, disk_gib, warm_start, paused and site."
+    error_message = "A learner has an unknown key; it takes zone, zones, slices, kind, chips, topology, machine_type, spot, reservation, flex_start_hours, image, disk_gib, warm_start, paused and site."
   }
 
   validation {
@@ -257,6 +259,30 @@ variable "learners" {
       for one in values(var.learners) : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-(?:ai[0-9])?[a-z]$", one.zone)[0]])
     ])
     error_message = "The zone of each learner must be a zone, such as us-central1-a, whose region has a range in subnets."
+  }
+
+  validation {
+    condition = alltrue([
+      for one in values(var.learners) : try(one.slices, null) == null ? true : try(one.slices >= 1 && one.slices <= 64 && floor(one.slices) == one.slices, false)
+    ])
+    error_message = "slices of a learner must be a whole number from 1 to 64: all have the one kind, and chips or topology, of the learner."
+  }
+
+  validation {
+    condition = alltrue([
+      for one in values(var.learners) : try(one.zones, null) == null ? true : try(
+        length(one.zones) == try(coalesce(one.slices), 1)
+        && length(distinct([for zone in concat([one.zone], tolist(one.zones)) : regex("^([a-z]+-[a-z]+[0-9]+)-(?:ai[0-9])?[a-z]$", zone)[0]])) == 1
+      , false)
+    ])
+    error_message = "zones of a learner must be a zone for each of its slices, all of the region of its zone: slices of different regions are different learners."
+  }
+
+  validation {
+    condition = length(setintersection(keys(var.learners), flatten([
+      for name, one in var.learners : [for slice in range(try(one.slices >= 2 ? one.slices : 0, 0)) : "${name}-s${slice}"]
+    ]))) == 0
+    error_message = "A learner is named like a slice of another one (NAME-s0 and so on): their machines would have the same names. Rename it."
   }
 
   validation {
@@ -484,6 +510,11 @@ variable "metrics_port" {
   validation {
     condition     = var.metrics_port >= 1024 && var.metrics_port <= 65535 && var.metrics_port != 9463
     error_message = "metrics_port must be between 1024 and 65535, and not 9463, where machines answer health checks."
+  }
+
+  validation {
+    condition     = var.metrics_port != 9466 || alltrue([for one in values(var.learners) : try(coalesce(one.slices), 1) == 1])
+    error_message = "metrics_port must not be 9466, where the supervisors of a learner of several slices listen."
   }
 }
 

@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 from small_release import archive_of
 
+from diloco.common.process.config import placed_config
 from diloco.infra import boot, google_units, install_release, livez
 from diloco.infra.cloud import Google
+from diloco.infra.provision.places import SUPERVISOR_PORT
 
 ROOT = Path(__file__).parents[2]
 SEED = b'seed = "SU-of-central"\n'
@@ -36,6 +38,8 @@ class Cloud:
         self.objects: dict[str, bytes] = {}
         self.secrets: dict[str, bytes] = {}
         self.parameters: dict[str, Any] = {}
+        self.machine = {"network-interfaces/0/ip": b"10.64.16.7"}
+        self.changes: list[tuple[str, Any]] = []
         cloud = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -44,6 +48,14 @@ class Cloud:
                 self.send_response(403 if data is None else 200)
                 self.end_headers()
                 self.wfile.write(data or b"")
+
+            def do_PATCH(self) -> None:
+                fields = self.rfile.read(int(self.headers["Content-Length"]))
+                trusted = self.headers.get("Authorization") == "Bearer let-me-in"
+                if trusted:
+                    cloud.changes.append((self.path, json.loads(fields)))
+                self.send_response(200 if trusted else 403)
+                self.end_headers()
 
             def log_message(self, *args: Any) -> None:
                 pass
@@ -66,6 +78,7 @@ class Cloud:
         what, _, rest = urllib.parse.urlsplit(path).path[1:].partition("/")
         if what == "m" and headers.get("Metadata-Flavor") == "Google":
             return {
+                **self.machine,
                 "attributes/diloco": json.dumps(self.parameters).encode(),
                 "service-accounts/default/token": b'{"access_token": "let-me-in"}',
             }.get(rest)
@@ -196,6 +209,64 @@ def test_a_learner_waits_for_its_data_which_its_machine_copies(
     assert after == "[Unit]\nRequires=diloco-data.service\nAfter=diloco-data.service\n"
 
 
+def of_a_slice(cloud: Cloud, hosts: int, **more: Any) -> None:
+    """Have machines be told that they are of slice 1 of 2, as infra/terraform tells them."""
+    domain = "central.demo.diloco.internal:9466"
+    peers = [f"s{number}-h{host}.{domain}" for number in range(2) for host in range(hosts)]
+    zone = "projects/my-project/managedZones/diloco-demo-central"
+    cloud.parameters["slice"] = {"number": 1, "hosts": hosts, "names": zone}
+    cloud.parameters["environment"] |= {"DILOCO_LEARNER_PEERS": ",".join(peers)}
+
+
+@pytest.mark.parametrize(("hosts", "worker", "host"), [(1, None, 1), (4, b"2", 6)])
+def test_a_host_of_several_slices_takes_its_name_before_its_learner_starts(
+    machine: Machine,
+    cloud: Cloud,
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: int,
+    worker: bytes | None,
+    host: int,
+) -> None:
+    monkeypatch.setattr(boot, "DNS", f"{cloud.url}dns/")
+    of_a_slice(cloud, hosts)
+    if worker is not None:
+        cloud.machine["attributes/agent-worker-number"] = worker
+    table = machine.root / "etc/hosts"
+    table.write_text("127.0.0.1 localhost\n")
+    machine.boot()
+    name = f"s1-h{host - hosts}.central.demo.diloco.internal"
+    path = "/dns/projects/my-project/managedZones/diloco-demo-central/rrsets/"
+    record = {"name": f"{name}.", "type": "A", "ttl": 5, "rrdatas": ["10.64.16.7"]}
+    assert cloud.changes == [(f"{path}{name}./A", record)]
+    lines = (machine.root / "etc/diloco/learner-central.env").read_text().splitlines()
+    assert f"DILOCO_LEARNER_HOST={host}" in lines
+    assert table.read_text() == f"127.0.0.1 localhost\n10.64.16.7 {name} # diloco\n"
+    # The machine that replaces it has another address, and the same name.
+    cloud.machine["network-interfaces/0/ip"] = b"10.64.16.9"
+    assert machine.boot()[-1].startswith("systemctl start ")
+    assert cloud.changes[-1][1]["rrdatas"] == ["10.64.16.9"]
+    assert table.read_text() == f"127.0.0.1 localhost\n10.64.16.9 {name} # diloco\n"
+
+
+def test_what_terraform_tells_a_host_is_a_configuration_of_a_supervisor(
+    machine: Machine, cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boot, "DNS", f"{cloud.url}dns/")
+    of_a_slice(cloud, 1)
+    cloud.parameters["environment"]["DILOCO_LEARNER_SLICES"] = "2"
+    machine.boot()
+    lines = (machine.root / "etc/diloco/learner-central.env").read_text().splitlines()
+    environment = dict(line.split("=", 1) for line in lines)
+    environment["DILOCO_LEARNER_CHECKPOINT_DIR"] = "/var/lib/diloco-learner-central"
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    section = placed_config(
+        {"run": {"name": "demo", "steps": 1}, "store": {"url": "gs://bucket"}}
+    ).learner
+    assert (section.slices, section.slice_hosts, section.host) == (2, 1, 1)
+    assert section.peers[section.host] == "s1-h0.central.demo.diloco.internal:9466"
+
+
 def test_the_keepers_machine_watches_the_run_too(machine: Machine, cloud: Cloud) -> None:
     webhook = "projects/p/secrets/webhook/versions/latest"
     cloud.secrets[webhook] = b"DILOCO_WEBHOOK_URL=https://hooks.example.org/s3cr3t\n"
@@ -280,6 +351,7 @@ def test_the_answer_to_health_checks() -> None:
 def test_terraform_asks_where_machines_answer() -> None:
     text = (ROOT / "infra/terraform/main.tf").read_text()
     assert re.findall(r"livez_port\s+= (\d+)", text) == [str(livez.LIVEZ_PORT)]
+    assert re.findall(r"supervisor_port\s+= (\d+)", text) == [str(SUPERVISOR_PORT)]
 
 
 def test_a_second_boot_installs_nothing_and_disturbs_nobody(machine: Machine) -> None:

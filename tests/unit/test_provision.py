@@ -35,7 +35,7 @@ Document = dict[str, Any]
 # Kinds of resources by whether money is asked for them: of the bucket `diloco plan` says it.
 PRICED = {
     "compute_instance", "compute_instance_group_manager", "compute_instance_template",
-    "compute_disk", "compute_router_nat", "secret_manager_secret_version",
+    "compute_disk", "compute_router_nat", "secret_manager_secret_version", "dns_managed_zone",
 }  # fmt: skip
 # By what the fleet's file does not say: snapshots, logs and their alerts, and the bucket, which
 # `diloco plan` counts.
@@ -45,6 +45,7 @@ BY_USE = {
 FREE = {
     "billing_budget", "compute_address", "compute_disk_resource_policy_attachment", "compute_firewall",
     "compute_health_check", "compute_network", "compute_router", "compute_subnetwork",
+    "dns_managed_zone_iam_member", "dns_record_set",
     "project_iam_custom_role", "project_iam_member", "project_service", "secret_manager_secret",
     "secret_manager_secret_iam_member", "service_account", "service_account_iam_member",
     "storage_bucket_iam_member",
@@ -170,6 +171,16 @@ def own_loops(parameters: int | None, **aggregator: str) -> Callable[[Document, 
         document["aggregators"]["aggregator-a"].update(aggregator)
         if parameters is not None:
             document["parameters"] = parameters
+
+    return spoil
+
+
+def slices(settings: str = "", **keys: Any) -> Callable[[Document, Path], None]:
+    """A learner of several slices in place of `east`, and settings of the run's [learner]."""
+
+    def spoil(document: Document, place: Path) -> None:
+        learner(**({"topology": "4x4", "slices": 2} | keys))(document, place)
+        text("run.toml", "[quorum]", f"[learner]\n{settings}\n[quorum]")(document, place)
 
     return spoil
 
@@ -459,6 +470,73 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
     "a machine for nothing": (learner(chips=4, dollars_hour=0), "dollars_hour"),
     "credentials that are gone": (gone("auth/credentials/east.toml"), "no credentials file"),
     "credentials that all can read": (open_to_all, "others can read it"),
+    # Several slices.
+    "unequal slices": (
+        slices(topology=["4x4", "4x8"]),
+        "lists 2 slices, and those of one learner are equal: give one value",
+    ),
+    "slices one by one": (
+        slices(slices=[{"topology": "4x4"}, {"topology": "4x8"}]),
+        "lists 2 slices, and those of one learner are equal: give one value",
+    ),
+    "no slices": (slices(slices=0), "learners.east.slices"),
+    "half a slice": (slices(slices=1.5), "learners.east.slices"),
+    "slices of two regions": (
+        slices(zones=["us-east5-a", "us-central1-b"]),
+        "zones has us-central1-b, and zone is us-east5-a: the slices of a learner are in one region",
+    ),
+    "a zone for one of two slices": (
+        slices(zones=["us-east5-a"]),
+        "zones names 1 zones, and slices is 2: name one for each slice",
+    ),
+    "zones of one slice": (
+        learner(chips=4, zones=["us-east5-a", "us-east5-b"]),
+        "zones names 2 zones, and slices is 1",
+    ),
+    "a slice where there are no chips": (
+        slices(zones=["us-east5-a", "us-east5-c"]),
+        "learners.east: us-east5-c has no v6e",
+    ),
+    "slices that the run's file counts otherwise": (
+        slices('slices = 4\npeers = ["a:1", "b:1", "c:1", "d:1"]\ncheckpoint_dir = "/c"'),
+        "learners.east: the fleet gives it 2 slices, and the run's file has learner.slices = 4",
+    ),
+    "slices of the run's file that the fleet has not": (
+        slices('slices = 2\npeers = ["a:1", "b:1"]\ncheckpoint_dir = "/c"'),
+        "learners.central: the fleet gives it 1 slices, and the run's file has learner.slices = 2",
+    ),
+    "more slices needed than there are": (
+        slices("min_slices = 3"),
+        "the run's learner.min_slices is 3, and the fleet gives it 2 slices, so that it would",
+    ),
+    "a silence that a lost packet makes": (
+        slices("silent_s = 0.5"),
+        "learner.silent_s is 0.5, and between slices a report may be 2 s late",
+    ),
+    "a coordinator of the run's own": (
+        slices('coordinator = "auto"'),
+        "the run's file has learner.coordinator = 'auto', and the supervisors of several slices",
+    ),
+    "a batch that two slices cannot divide": (
+        slices("options = { batch = 16 }\nmin_slices = 2"),
+        "learners.east: a batch of 16 rows cannot be divided over 2 of 2 slices, in 32 parts; choose",
+    ),
+    "more hosts than are told of each other": (
+        slices(topology="16x16", slices=17),
+        "learners.east: 17 slices have 1088 hosts, and a learner of several slices has 1024",
+    ),
+    "metrics where supervisors listen": (
+        lambda document, place: (
+            slices()(document, place) or document.update(metrics_port=9466)  # type: ignore[func-returns-value]
+        ),
+        "metrics_port 9466 is where the supervisors of several slices listen",
+    ),
+    "a learner named like a slice of another": (
+        lambda document, place: (
+            slices()(document, place) or document["learners"].update({"east-s1": SLICE})  # type: ignore[func-returns-value]
+        ),
+        "learners.east-s1: is named like slice 1 of learners.east",
+    ),
     # The releases.
     "a key of an earlier diloco": (put("bundles", {}), "'bundles' is called 'releases' now"),
     "no release": (put("releases/cpu", "none.tar.gz"), "is no release"),
@@ -489,6 +567,54 @@ def test_a_wrong_fleet_is_refused_with_a_sentence(place: Path, case: str) -> Non
     spoil(document, place)
     found = sentences(write(place, document))
     assert any(sentence in one for one in found), found
+
+
+def test_a_learner_of_several_slices_is_told_to_terraform_and_counted_whole(place: Path) -> None:
+    document = example()
+    slices("options = { batch = 96 }", slices=3, dollars_hour=5.5)(document, place)
+    document["budget"] = {"dollars": 5000}
+    one = document["learners"]["east"]
+    checked = check(write(place, document))
+    assert checked.refused == []
+    assert checked.variables is not None
+    assert checked.variables["learners"]["east"]["slices"] == 3
+    costs = {cost.what: cost.dollars for cost in checked.costs}
+    assert costs["east: 48 chips of v6e, on demand"] == pytest.approx(24 * 48 * 2.70)
+    assert costs["names of slices' hosts: 1 zones"] == pytest.approx(0.20 * 12 / 365.25)
+    # 12 hosts in the place of 4.
+    assert checked.variables["budget"]["learners"]["east"] == pytest.approx(4 * 2.70)
+    one["spot"] = True
+    spot = {cost.what: cost.dollars for cost in check(write(place, document)).costs}
+    assert spot["east: 48 chips of v6e, spot"] == pytest.approx(24 * 12 * 5.5)
+    one["slices"] = 1
+    less = {cost.what: cost.dollars for cost in check(write(place, document)).costs}
+    assert spot["disks: 1200 GiB of hyperdisk-balanced"] == pytest.approx(
+        3 * (less["disks: 400 GiB of hyperdisk-balanced"] or 0)
+    )
+    assert "gateways: 2 regions, 19 machines" in spot
+    assert "gateways: 2 regions, 11 machines" in less
+    document["subnets"]["us-east5"] = "10.64.16.0/27"
+    one["slices"] = 8
+    found = sentences(write(place, document))
+    assert any("has 28 addresses beside Google's 4, and 32 machines" in said for said in found)
+
+
+def test_slices_that_google_may_not_join_are_a_warning(place: Path) -> None:
+    document = example()
+    slices("options = { batch = 96 }", chips=4, topology=None, zones=["us-east5-a", "us-east5-b"])(
+        document, place
+    )
+    del document["learners"]["east"]["topology"]
+    checked = check(write(place, document))
+    assert checked.refused == []
+    said = [one.sentence for one in checked.findings]
+    assert any(
+        "its slices are in 2 zones, and Google joins slices of v6e within one" in one
+        for one in said
+    )
+    assert any(
+        "its slices have one host each, and Google joins slices of several" in one for one in said
+    )
 
 
 def test_forty_learners_of_a_site_have_one_account(place: Path) -> None:

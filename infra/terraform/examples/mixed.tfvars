@@ -1,5 +1,5 @@
 # Four regions on three continents, v5p and v6e in one run; some learners may be preempted, one is of
-# a reservation, one is a slice of eight hosts, one is a machine without accelerators.
+# a reservation, one has two slices of four hosts, one is a machine without accelerators.
 project = "my-project"
 run     = "demo"
 
@@ -33,7 +33,7 @@ learners = {
   east-two = { zone = "us-east5-b", kind = "v6e", chips = 4, spot = true, warm_start = true }
   europe   = { zone = "europe-west4-b", kind = "v5p", chips = 4, spot = true }
   tokyo    = { zone = "asia-northeast1-b", kind = "v6e", chips = 8 }
-  slice    = { zone = "us-east5-b", kind = "v6e", topology = "4x8", spot = true } # 8 hosts
+  slice    = { zone = "us-east5-b", kind = "v6e", topology = "4x4", slices = 2, spot = true } # 4 hosts each
   tester   = { zone = "us-central1-b", kind = "cpu", machine_type = "n2-standard-8" }
 }
 

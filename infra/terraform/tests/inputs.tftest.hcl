@@ -434,6 +434,72 @@ run "spot_of_a_reservation" {
   expect_failures = [var.learners]
 }
 
+run "half_a_slice" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v5p", chips = 4, slices = 1.5 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "no_slices" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v5p", chips = 4, slices = 0 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "unequal_slices" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v5p", slices = [{ chips = 4 }, { chips = 2 }] } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "slices_of_two_regions" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", zones = ["us-central1-a", "us-east5-a"], kind = "v5p", chips = 4, slices = 2 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "fewer_zones_than_slices" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", zones = ["us-central1-a", "us-central1-b"], kind = "v5p", chips = 4, slices = 3 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "zones_of_one_slice" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", zones = ["us-central1-a", "us-central1-b"], kind = "v5p", chips = 4 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "a_learner_named_like_a_slice_of_another" {
+  command = plan
+
+  variables {
+    learners = {
+      berlin    = { zone = "us-central1-a", kind = "v5p", chips = 4, slices = 2 }
+      berlin-s1 = { zone = "us-central1-a", kind = "v5p", chips = 4 }
+    }
+  }
+  expect_failures = [var.learners]
+}
+
 run "one_name_for_two" {
   command = plan
 

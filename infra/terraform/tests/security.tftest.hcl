@@ -79,7 +79,7 @@ run "network" {
     condition = alltrue(concat(
       [for instance in module.nats.instances : length(instance.network_interface[0].access_config) == 0],
       [for aggregator in module.aggregator : length(aggregator.instance.network_interface[0].access_config) == 0],
-      [for learner in module.learner : length(learner.template.network_interface[0].access_config) == 0],
+      [for learner in module.learner : alltrue([for template in learner.templates : length(template.network_interface[0].access_config) == 0])],
     ))
     error_message = "no machine has an address on the internet"
   }
@@ -161,7 +161,7 @@ run "secrets" {
       for metadata in concat(
         [for instance in module.nats.instances : instance.metadata],
         [for one in module.aggregator : one.instance.metadata],
-        [for one in module.learner : one.template.metadata],
+        [for one in module.learner : one.templates[0].metadata],
         ) : [
         for secret in concat(
           [for name in concat(keys(var.learners), keys(var.aggregators), ["operator"]) : regex("seed = \"(.+)\"", file("${var.auth_folder}/credentials/${name}.toml"))[0]],
@@ -173,7 +173,7 @@ run "secrets" {
   }
   assert {
     condition = alltrue([
-      for name, one in module.learner : jsondecode(one.template.metadata["diloco"]).secrets
+      for name, one in module.learner : jsondecode(one.templates[0].metadata["diloco"]).secrets
       == { "/etc/diloco/credentials/${name}.toml" = "projects/my-project/secrets/diloco-demo-${name}-credentials/versions/latest" }
     ])
     error_message = "a learner's machine is told of its own secret, and of no other"
@@ -261,7 +261,7 @@ run "sites" {
     error_message = "and delete checkpoints, and no updates"
   }
   assert {
-    condition     = { for name, one in module.learner : name => keys(jsondecode(one.template.metadata["diloco"]).secrets) } == { for name, one in module.learner : name => ["/etc/diloco/credentials/${name}.toml"] }
+    condition     = { for name, one in module.learner : name => keys(jsondecode(one.templates[0].metadata["diloco"]).secrets) } == { for name, one in module.learner : name => ["/etc/diloco/credentials/${name}.toml"] }
     error_message = "each machine is told of its own learner's credentials"
   }
 }
@@ -270,19 +270,19 @@ run "machines" {
   command = plan
 
   assert {
-    condition     = { for name, one in module.learner : name => one.template.machine_type } == { central = "ct5p-hightpu-4t", east = "ct6e-standard-8t", europe = "ct5p-hightpu-2t", tester = "n2-standard-8" }
+    condition     = { for name, one in module.learner : name => one.templates[0].machine_type } == { central = "ct5p-hightpu-4t", east = "ct6e-standard-8t", europe = "ct5p-hightpu-2t", tester = "n2-standard-8" }
     error_message = "kinds are mixed in one run"
   }
   assert {
-    condition     = { for name, one in module.learner : name => one.template.scheduling[0].provisioning_model } == { central = "STANDARD", east = "SPOT", europe = "STANDARD", tester = "STANDARD" }
+    condition     = { for name, one in module.learner : name => one.templates[0].scheduling[0].provisioning_model } == { central = "STANDARD", east = "SPOT", europe = "STANDARD", tester = "STANDARD" }
     error_message = "spot or not, for each learner"
   }
   assert {
     condition = alltrue([
-      for one in module.learner : one.group.target_size == 1
-      && one.group.instance_lifecycle_policy[0].default_action_on_failure == "REPAIR"
-      && length(one.group.auto_healing_policies) == 1
-      && one.group.update_policy[0].type == "OPPORTUNISTIC" && one.group.update_policy[0].max_surge_fixed == 0
+      for one in module.learner : one.groups[0].target_size == 1
+      && one.groups[0].instance_lifecycle_policy[0].default_action_on_failure == "REPAIR"
+      && length(one.groups[0].auto_healing_policies) == 1
+      && one.groups[0].update_policy[0].type == "OPPORTUNISTIC" && one.groups[0].update_policy[0].max_surge_fixed == 0
     ])
     error_message = "a group keeps one machine of each learner, never two, and an apply stops none"
   }
@@ -291,7 +291,7 @@ run "machines" {
       for metadata in concat(
         [for instance in module.nats.instances : instance.metadata],
         [for one in module.aggregator : one.instance.metadata],
-        [for one in module.learner : one.template.metadata],
+        [for one in module.learner : one.templates[0].metadata],
       ) : metadata["enable-oslogin"] == "TRUE" && metadata["block-project-ssh-keys"] == "TRUE" && metadata["serial-port-enable"] == "FALSE"
     ])
     error_message = "people are who IAM says, and come by no other way"
@@ -306,7 +306,7 @@ run "updates" {
   command = plan
 
   assert {
-    condition     = alltrue([for one in module.learner : one.group.update_policy[0].minimal_action == "REFRESH" && one.group.update_policy[0].most_disruptive_allowed_action == "REFRESH"])
+    condition     = alltrue([for one in module.learner : one.groups[0].update_policy[0].minimal_action == "REFRESH" && one.groups[0].update_policy[0].most_disruptive_allowed_action == "REFRESH"])
     error_message = "a new release deletes no machine"
   }
   assert {
@@ -318,7 +318,7 @@ run "updates" {
     error_message = "each kind of machine has its release"
   }
   assert {
-    condition = { for name, one in module.learner : name => jsondecode(one.template.metadata["diloco"]).kind } == {
+    condition = { for name, one in module.learner : name => jsondecode(one.templates[0].metadata["diloco"]).kind } == {
       central = "tpu", east = "tpu", europe = "tpu", tester = "cpu"
     }
     error_message = "and is told of it"
@@ -362,7 +362,7 @@ run "keeper" {
     error_message = "it has no address on the internet"
   }
   assert {
-    condition     = alltrue([for one in module.learner : one.template.metadata["enable-guest-attributes"] == "TRUE"])
+    condition     = alltrue([for one in module.learner : one.templates[0].metadata["enable-guest-attributes"] == "TRUE"])
     error_message = "machines of learners can say that their run has ended"
   }
 }
@@ -436,7 +436,7 @@ run "caches" {
     error_message = "it has a fixed address, and none on the internet"
   }
   assert {
-    condition = { for name, one in module.learner : name => try(jsondecode(one.template.metadata["diloco"]).environment.DILOCO_STORE_CACHE, "none") } == {
+    condition = { for name, one in module.learner : name => try(jsondecode(one.templates[0].metadata["diloco"]).environment.DILOCO_STORE_CACHE, "none") } == {
       central = "none", east = "http://10.64.16.10:9465", europe = "none", tester = "none"
     }
     error_message = "the learners of its region are told of it, and no others"
@@ -528,7 +528,7 @@ run "one_is_paused" {
     }
   }
   assert {
-    condition     = { for name, one in module.learner : name => one.group.target_size } == { central = 1, slice = 0 }
+    condition     = { for name, one in module.learner : name => one.groups[0].target_size } == { central = 1, slice = 0 }
     error_message = "it has no machines, the other keeps its own"
   }
 }
@@ -540,7 +540,7 @@ run "all_are_paused" {
     paused = true
   }
   assert {
-    condition     = alltrue([for one in module.learner : one.group.target_size == 0])
+    condition     = alltrue([for one in module.learner : one.groups[0].target_size == 0])
     error_message = "no learner has machines"
   }
   assert {
@@ -586,24 +586,113 @@ run "slice" {
     }
   }
   assert {
-    condition     = module.learner["slice"].group.target_size == 8 && module.learner["slice"].template.machine_type == "ct6e-standard-4t"
+    condition     = module.learner["slice"].groups[0].target_size == 8 && module.learner["slice"].templates[0].machine_type == "ct6e-standard-4t"
     error_message = "32 chips are 8 hosts of 4"
   }
   assert {
-    condition     = module.learner["slice"].workload_policy[0].accelerator_topology == "4x8" && length(module.learner["slice"].group.auto_healing_policies) == 0
+    condition     = module.learner["slice"].workload_policies[0].accelerator_topology == "4x8" && length(module.learner["slice"].groups[0].auto_healing_policies) == 0
     error_message = "the hosts of a slice come and go together"
   }
   assert {
-    condition     = module.learner["slice"].group.target_size_policy[0].mode == "BULK" && module.learner["slice"].group.instance_lifecycle_policy[0].default_action_on_failure == "DO_NOTHING" && module.learner["slice"].bulk
+    condition     = module.learner["slice"].groups[0].target_size_policy[0].mode == "BULK" && module.learner["slice"].groups[0].instance_lifecycle_policy[0].default_action_on_failure == "DO_NOTHING" && module.learner["slice"].bulk
     error_message = "all at once, and the keeper makes them anew"
   }
   assert {
-    condition     = jsondecode(module.learner["slice"].template.metadata["diloco"]).environment == { DILOCO_LEARNER_COORDINATOR = "auto", DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true" }
+    condition     = jsondecode(module.learner["slice"].templates[0].metadata["diloco"]).environment == { DILOCO_LEARNER_COORDINATOR = "auto", DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true" }
     error_message = "they find each other by what the platform knows of the slice, and a new disk is empty"
   }
   assert {
     condition     = length(module.learner["slice"].slice_firewall.source_service_accounts) == 1 && length(module.learner["slice"].slice_firewall.target_service_accounts) == 1 && flatten(module.learner["slice"].slice_firewall.allow[*].ports) == ["8470-8490", "32768-60999"]
     error_message = "they speak to each other, and to no other learner's hosts"
+  }
+}
+
+run "slices_of_a_learner" {
+  command = plan
+
+  variables {
+    learners = {
+      central = { zone = "us-central1-a", kind = "v5p", chips = 4 }
+      big     = { zone = "us-east5-a", kind = "v6e", topology = "4x4", spot = true, slices = 3 }
+      spread  = { zone = "us-east5-a", zones = ["us-east5-a", "us-east5-b"], kind = "cpu", machine_type = "n2-standard-8", spot = true, slices = 2 }
+    }
+    budget = { dollars = 5000, learners = { big = 10.8 } }
+  }
+  assert {
+    condition     = [for group in module.learner["big"].groups : [group.name, group.zone, group.target_size]] == [["diloco-demo-big-s0", "us-east5-a", 4], ["diloco-demo-big-s1", "us-east5-a", 4], ["diloco-demo-big-s2", "us-east5-a", 4]]
+    error_message = "each slice is a group of its own, which comes back alone"
+  }
+  assert {
+    condition     = module.learner["big"].workload_policies[*].accelerator_topology == ["4x4", "4x4", "4x4"] && alltrue([for group in module.learner["big"].groups : group.target_size_policy[0].mode == "BULK"])
+    error_message = "whose hosts come all at once"
+  }
+  assert {
+    condition     = module.learner["spread"].groups[*].zone == ["us-east5-a", "us-east5-b"] && alltrue([for group in module.learner["spread"].groups : length(group.auto_healing_policies) == 1])
+    error_message = "slices of one region may be of several zones; Google mends those of one machine"
+  }
+  assert {
+    condition     = alltrue([for template in concat(module.learner["big"].templates, module.learner["spread"].templates) : template.scheduling[0].provisioning_model == "SPOT" && template.name_prefix != null])
+    error_message = "all of spot"
+  }
+  assert {
+    condition = { for group in jsondecode(module.keeper[0].instance.metadata["diloco"]).groups : group.name => [group.zone, group.hosts, group.ours, group.dollars_hour] } == {
+      diloco-demo-central   = ["us-central1-a", 1, false, 0]
+      diloco-demo-big-s0    = ["us-east5-a", 4, true, 10.8], diloco-demo-big-s1 = ["us-east5-a", 4, true, 10.8], diloco-demo-big-s2 = ["us-east5-a", 4, true, 10.8]
+      diloco-demo-spread-s0 = ["us-east5-a", 1, false, 0], diloco-demo-spread-s1 = ["us-east5-b", 1, false, 0]
+    }
+    error_message = "the keeper mends, counts and ends each slice by itself"
+  }
+  assert {
+    condition = [for template in module.learner["spread"].templates : jsondecode(template.metadata["diloco"]).slice] == [
+      for slice in [0, 1] : { number = slice, hosts = 1, names = "projects/my-project/managedZones/diloco-demo-spread" }
+    ]
+    error_message = "each host is told which slice it is of"
+  }
+  assert {
+    condition = alltrue([for template in module.learner["spread"].templates : jsondecode(template.metadata["diloco"]).environment == {
+      DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true"
+      DILOCO_LEARNER_SLICES            = "2"
+      DILOCO_LEARNER_PEERS             = "s0-h0.spread.demo.diloco.internal:9466,s1-h0.spread.demo.diloco.internal:9466"
+    }])
+    error_message = "and where all others are, by names that stay; the supervisors say who is JAX's coordinator"
+  }
+  assert {
+    condition     = length(split(",", jsondecode(module.learner["big"].templates[2].metadata["diloco"]).environment.DILOCO_LEARNER_PEERS)) == 12 && split(",", jsondecode(module.learner["big"].templates[2].metadata["diloco"]).environment.DILOCO_LEARNER_PEERS)[6] == "s1-h2.big.demo.diloco.internal:9466"
+    error_message = "slice by slice, as learner.peers wants them"
+  }
+  assert {
+    condition     = module.learner["big"].names.zone.visibility == "private" && module.learner["big"].names.zone.dns_name == "big.demo.diloco.internal." && length(module.learner["big"].names.records) == 12 && alltrue([for record in module.learner["big"].names.records : record.ttl == 5 && record.type == "A"])
+    error_message = "the names are there from the beginning, and nobody remembers an old address for long"
+  }
+  assert {
+    condition     = module.learner["big"].names.change.managed_zone == "diloco-demo-big" && module.learner["big"].names.change.role == "projects/my-project/roles/diloco_demo_names" && google_project_iam_custom_role.names[0].permissions == toset(["dns.changes.create", "dns.resourceRecordSets.get", "dns.resourceRecordSets.update"])
+    error_message = "a learner's machines change the addresses of their own names, and make none"
+  }
+  assert {
+    condition     = flatten(module.learner["big"].slice_firewall.allow[*].ports) == ["8470-8490", "32768-60999", "8081", "9466"] && length(module.learner["big"].slice_firewall.source_service_accounts) == 1 && module.learner["spread"].slice_firewall != null && module.learner["central"].slice_firewall == null
+    error_message = "supervisors, JAX's coordinator and libtpu between the slices of a learner, and from nobody else"
+  }
+  assert {
+    condition     = module.learner["central"].names.zone == null && !contains(keys(jsondecode(module.learner["central"].templates[0].metadata["diloco"])), "slice") && contains(keys(google_project_service.this), "dns.googleapis.com")
+    error_message = "a learner of one slice has no names"
+  }
+  assert {
+    condition     = output.machines["big/2"] == { zone = "us-east5-a", group = "diloco-demo-big-s2" } && output.machines["central"].group == "diloco-demo-central" && yamldecode(output.prometheus).scrape_configs[1].gce_sd_configs[*].zone == ["us-central1-a", "us-east5-a", "us-east5-b"]
+    error_message = "operators and Prometheus find each slice"
+  }
+}
+
+run "a_learner_of_several_slices_is_paused" {
+  command = plan
+
+  variables {
+    learners = {
+      big = { zone = "us-east5-a", kind = "v6e", topology = "4x4", slices = 2, paused = true }
+    }
+  }
+  assert {
+    condition     = module.learner["big"].groups[*].target_size == [0, 0]
+    error_message = "none of its slices has machines"
   }
 }
 
@@ -616,11 +705,11 @@ run "flex_start" {
     }
   }
   assert {
-    condition     = module.learner["slice"].template.scheduling[0].provisioning_model == "FLEX_START" && module.learner["slice"].template.scheduling[0].max_run_duration[0].seconds == 172800 && module.learner["slice"].template.scheduling[0].instance_termination_action == "DELETE" && !module.learner["slice"].template.scheduling[0].automatic_restart
+    condition     = module.learner["slice"].templates[0].scheduling[0].provisioning_model == "FLEX_START" && module.learner["slice"].templates[0].scheduling[0].max_run_duration[0].seconds == 172800 && module.learner["slice"].templates[0].scheduling[0].instance_termination_action == "DELETE" && !module.learner["slice"].templates[0].scheduling[0].automatic_restart
     error_message = "for so long, and no longer"
   }
   assert {
-    condition     = module.learner["slice"].template.reservation_affinity[0].type == "NO_RESERVATION" && module.learner["slice"].group.instance_lifecycle_policy[0].default_action_on_failure == "DO_NOTHING"
+    condition     = module.learner["slice"].templates[0].reservation_affinity[0].type == "NO_RESERVATION" && module.learner["slice"].groups[0].instance_lifecycle_policy[0].default_action_on_failure == "DO_NOTHING"
     error_message = "of no reservation, and not repaired by Google"
   }
 }
@@ -632,7 +721,7 @@ run "data" {
     data = "gs://my-data/of/tokens"
   }
   assert {
-    condition     = jsondecode(module.learner["east"].template.metadata["diloco"]).data == "gs://my-data/of/tokens"
+    condition     = jsondecode(module.learner["east"].templates[0].metadata["diloco"]).data == "gs://my-data/of/tokens"
     error_message = "machines are told where the data is"
   }
   assert {
@@ -645,7 +734,7 @@ run "one_host" {
   command = plan
 
   assert {
-    condition     = alltrue([for learner in module.learner : learner.slice_firewall == null && !contains(keys(jsondecode(learner.template.metadata["diloco"]).environment), "DILOCO_LEARNER_COORDINATOR")])
+    condition     = alltrue([for learner in module.learner : learner.slice_firewall == null && !contains(keys(jsondecode(learner.templates[0].metadata["diloco"]).environment), "DILOCO_LEARNER_COORDINATOR")])
     error_message = "a learner of one host waits for no other"
   }
 }

@@ -1,10 +1,11 @@
-# One learner: a group of machines that make up one slice. The group has as many machines as the slice
-# has hosts, mostly one. Google makes one machine anew that was preempted, has failed, or is not healthy; the
-# hosts of a slice of several come all at once or not at all, and the keeper makes them anew.
+# One learner: for each of its slices, mostly one, a group of machines. The group has as many machines as the
+# slice has hosts, mostly one. Google makes one machine anew that was preempted, has failed, or is not healthy; the
+# hosts of a slice of several come all at once or not at all, and the keeper makes them anew. A lost slice
+# comes back alone: its group is of no other.
 
 locals {
   full_name = "diloco-${var.run}-${var.name}"
-  region    = regex("^(.*)-(?:ai[0-9])?[a-z]$", var.zone)[0]
+  region    = regex("^(.*)-(?:ai[0-9])?[a-z]$", var.zones[0])[0]
 
   # How a kind of accelerator comes: machines of one host, chips of each host of a larger slice, disks.
   kinds = {
@@ -24,7 +25,17 @@ locals {
   bulk      = local.hosts > 1 || local.flex_start
   disk_type = local.accelerator ? local.kinds[var.kind].disk : "pd-balanced"
 
-  parameters = merge(var.boot, var.data == null ? {} : { data = var.data }, {
+  # The supervisors of several slices find each other by names, which stay when a machine is replaced: each
+  # machine gives its name its own address when it boots.
+  slices  = length(var.zones)
+  several = local.slices > 1
+  domain  = "${var.name}.${var.run}.diloco.internal"
+  peers   = [for host in range(local.slices * local.hosts) : "s${floor(host / local.hosts)}-h${host % local.hosts}.${local.domain}"]
+  groups  = local.several ? [for slice in range(local.slices) : "${local.full_name}-s${slice}"] : [local.full_name]
+
+  parameters = [for slice in range(local.slices) : merge(var.boot, var.data == null ? {} : { data = var.data }, local.several ? {
+    slice = { number = slice, hosts = local.hosts, names = "projects/${var.project}/managedZones/${local.full_name}" }
+    } : {}, {
     role    = "learner"
     name    = var.name
     files   = var.files
@@ -35,10 +46,14 @@ locals {
       { DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true" },
       # All hosts are told the same: who is which, and where host 0 is, stands in what Google's metadata
       # say of a slice, and JAX reads it there.
-      local.hosts == 1 ? {} : { DILOCO_LEARNER_COORDINATOR = "auto" },
+      local.hosts == 1 || local.several ? {} : { DILOCO_LEARNER_COORDINATOR = "auto" },
+      local.several ? {
+        DILOCO_LEARNER_SLICES = tostring(local.slices)
+        DILOCO_LEARNER_PEERS  = join(",", [for peer in local.peers : "${peer}:${var.supervisor_port}"])
+      } : {},
       var.cache == null ? {} : { DILOCO_STORE_CACHE = var.cache },
     )
-  })
+  })]
 }
 
 module "credentials" {
@@ -50,11 +65,11 @@ module "credentials" {
   labels  = var.labels
 }
 
-# The hosts of a slice speak to each other, and to nobody else's.
+# The hosts of a learner speak to each other, and to nobody else's.
 resource "google_compute_firewall" "slice" {
-  count                   = local.hosts > 1 ? 1 : 0
+  count                   = local.hosts > 1 || local.several ? 1 : 0
   name                    = "${local.full_name}-slice"
-  description             = "The hosts of one slice: JAX's coordinator and libtpu; host 0 listens to the others at a port of its system's choice."
+  description             = "The hosts of one learner: JAX's coordinator and libtpu; host 0 listens to the others at a port of its system's choice; of several slices the supervisors."
   network                 = var.network
   direction               = "INGRESS"
   source_service_accounts = [var.identity.email]
@@ -62,13 +77,53 @@ resource "google_compute_firewall" "slice" {
 
   allow {
     protocol = "tcp"
-    ports    = ["8470-8490", "32768-60999"]
+    ports    = concat(["8470-8490", "32768-60999"], local.several ? ["8081", tostring(var.supervisor_port)] : [])
   }
 }
 
+# Resolved inside the network alone.
+resource "google_dns_managed_zone" "peers" {
+  #checkov:skip=CKV_GCP_16:DNSSEC is for public zones.
+  count       = local.several ? 1 : 0
+  name        = local.full_name
+  dns_name    = "${local.domain}."
+  description = "The hosts of learner ${var.name} of run ${var.run}, by slice."
+  visibility  = "private"
+  labels      = var.labels
+
+  private_visibility_config {
+    networks {
+      network_url = var.network
+    }
+  }
+}
+
+# A name that is looked up before its machine has come must be there: resolvers remember for minutes that one is
+# not. The address until then is of a range that nobody has.
+resource "google_dns_record_set" "peer" {
+  for_each     = toset(local.several ? local.peers : [])
+  managed_zone = google_dns_managed_zone.peers[0].name
+  name         = "${each.key}."
+  type         = "A"
+  ttl          = 5
+  rrdatas      = ["192.0.2.1"]
+
+  lifecycle {
+    ignore_changes = [rrdatas]
+  }
+}
+
+# To change these names, and no others.
+resource "google_dns_managed_zone_iam_member" "peers" {
+  count        = local.several ? 1 : 0
+  managed_zone = google_dns_managed_zone.peers[0].name
+  role         = var.names_role
+  member       = var.identity.member
+}
+
 resource "google_compute_resource_policy" "slice" {
-  count  = local.hosts > 1 ? 1 : 0
-  name   = local.full_name
+  count  = local.hosts > 1 ? local.slices : 0
+  name   = local.groups[count.index]
   region = local.region
 
   workload_policy {
@@ -78,6 +133,7 @@ resource "google_compute_resource_policy" "slice" {
 }
 
 resource "google_compute_instance_template" "this" {
+  count        = local.slices
   name_prefix  = "${local.full_name}-"
   machine_type = local.machine_type
   labels       = var.labels
@@ -99,7 +155,7 @@ resource "google_compute_instance_template" "this" {
   # No secret stands here: whoever may look at the machine can read it, and so can all its processes.
   metadata = {
     startup-script          = var.startup_script
-    diloco                  = jsonencode(local.parameters)
+    diloco                  = jsonencode(local.parameters[count.index])
     enable-guest-attributes = "TRUE"
     enable-oslogin          = "TRUE"
     block-project-ssh-keys  = "TRUE"
@@ -175,13 +231,14 @@ resource "google_compute_health_check" "this" {
 }
 
 resource "google_compute_instance_group_manager" "this" {
-  name               = local.full_name
-  zone               = var.zone
-  base_instance_name = local.full_name
+  count              = local.slices
+  name               = local.groups[count.index]
+  zone               = var.zones[count.index]
+  base_instance_name = local.groups[count.index]
   target_size        = var.paused ? 0 : local.hosts
 
   version {
-    instance_template = google_compute_instance_template.this.self_link_unique
+    instance_template = google_compute_instance_template.this[count.index].self_link_unique
   }
 
   # All hosts of a slice are made at once, when there is capacity for all.
@@ -202,7 +259,7 @@ resource "google_compute_instance_group_manager" "this" {
   }
 
   dynamic "resource_policies" {
-    for_each = google_compute_resource_policy.slice[*].id
+    for_each = local.hosts > 1 ? [google_compute_resource_policy.slice[count.index].id] : []
     content {
       workload_policy = resource_policies.value
     }
@@ -215,7 +272,7 @@ resource "google_compute_instance_group_manager" "this" {
   }
 
   # A change of the template waits for the machine's next life; nothing that trains is stopped by an
-  # apply. A learner never has two machines at once.
+  # apply. A slice of one host never has two machines at once.
   # Whoever updates the machines themselves refreshes them: a new release is metadata, for which no
   # machine is deleted.
   update_policy {

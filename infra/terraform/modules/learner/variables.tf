@@ -13,9 +13,9 @@ variable "name" {
   type        = string
 }
 
-variable "zone" {
-  description = "Zone of its machines."
-  type        = string
+variable "zones" {
+  description = "Zone of each of its slices, of one region."
+  type        = list(string)
 }
 
 variable "kind" {
@@ -90,6 +90,16 @@ variable "tag" {
 variable "paused" {
   description = "Whether it has no machines for now."
   type        = bool
+}
+
+variable "supervisor_port" {
+  description = "Port at which the supervisors of several slices find each other."
+  type        = number
+}
+
+variable "names_role" {
+  description = "Role that changes records of a DNS zone, for several slices; null: no learner has several."
+  type        = string
 }
 
 variable "livez_port" {
