@@ -13,7 +13,7 @@ from diloco.infra.cloud import Google
 
 ATTRIBUTE = "diloco/run"
 GOES_ON, ENDED = "goes-on", "ended"
-# A learner's last status after the end of its run, and only then.
+# How a learner's last status begins after the end of its run, and only then.
 STATUS = "left: run ended"
 DROP_IN = f"""# Whether the run has ended, for the keeper of this machine's group. (A program
 # with "+" is root's.)
@@ -21,7 +21,7 @@ DROP_IN = f"""# Whether the run has ended, for the keeper of this machine's grou
 ExecStartPre=-+/bin/sh -c '\\
   cd /usr/local/lib/diloco && exec /usr/bin/python3 -m diloco.infra.ended {GOES_ON}'
 ExecStopPost=-+/bin/sh -c '\\
-  test "$$(systemctl show --value -p StatusText %n)" != "{STATUS}" || \\
+  case "$$(systemctl show --value -p StatusText %n)" in "{STATUS}"*) ;; *) exit 0 ;; esac; \\
   {{ cd /usr/local/lib/diloco && exec /usr/bin/python3 -m diloco.infra.ended {ENDED}; }}'
 """
 

@@ -20,6 +20,7 @@ from diloco.common.process import log, metrics
 from diloco.common.process.config import Config, LearnerSection, RunSettings, fitted
 from diloco.common.process.health import (
     PHASE_S,
+    HealthView,
     report,
     tell,
     tell_stopping,
@@ -249,6 +250,9 @@ class Life:
             self.synchronizer.saver.close()
         local_step = self.synchronizer.meter.local_step
         self.context.logger.info("left", why=why, local_step=local_step)
+        # Also for the reports to systemd that may still come; infra/ended.py reads the last status.
+        self.context.health.view = lambda: HealthView(f"left: {why}")
+        tell(self.host.probes.manager, STATUS=f"left: {why}")
 
 
 def ended_early() -> None:

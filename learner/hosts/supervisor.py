@@ -64,6 +64,8 @@ FIRST_WORD_S = 120.0
 # A training process may be silent for so many times `learner.silent_s`: a large checkpoint that is
 # packed holds Python's interpreter lock.
 PATIENCE = 2.0
+# The port at which libtpu joins slices; infra/terraform/modules/learner opens it.
+TPU_PORT = 8081
 _NONCE_BYTES = 32
 _CHUNK_BYTES = 1 << 20
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -148,6 +150,8 @@ class _Supervisor:
                 server.close()
                 self._kill()
                 await tasks.stop()
+                if self._finished.done() and not self._finished.result() and not self._signals:
+                    tell(self._manager, STATUS="left: run ended")
                 for writer in self._served.values():
                     writer.close()
                 if self._served:
@@ -237,6 +241,7 @@ class _Supervisor:
         options = [word for key, value in place.items() for word in (f"--{key}", value)]
         place["formation"] = ",".join(map(str, made.slices))
         variables = {f"DILOCO_LEARNER_{key.upper()}": value for key, value in place.items()}
+        variables |= _joining_tpus(made, action.rank // self._rules.hosts)
         started = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "diloco", *self._arguments, *options),
             env=environment_with({**variables, **self._words.environment()}),
@@ -528,6 +533,26 @@ def _key_of(config: Config, learner: str) -> bytes:
     credentials = config.bus.credentials
     proof = Path(credentials).read_bytes() if credentials else b""
     return hashlib.sha256(f"{config.run.name} {learner} ".encode() + proof).digest()
+
+
+def _joining_tpus(made: formation.Formation, place: int) -> dict[str, str]:
+    """Returns the variables by which libtpu joins a formation's slices over their hosts' network.
+
+    Nothing else reads them; they are those that JAX's `cloud_tpu_cluster.py` knows.
+
+    Args:
+        made: the formation.
+        place: which of its slices the training process is of, from 0.
+    """
+    if len(made.slices) == 1:
+        return {}
+    first = made.coordinator.rpartition(":")[0]
+    return {
+        "MEGASCALE_COORDINATOR_ADDRESS": f"{first}:{TPU_PORT}",
+        "MEGASCALE_PORT": str(TPU_PORT),
+        "MEGASCALE_NUM_SLICES": str(len(made.slices)),
+        "MEGASCALE_SLICE_ID": str(place),
+    }
 
 
 def _nonce() -> bytes:

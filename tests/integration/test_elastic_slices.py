@@ -5,7 +5,9 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
+import threading
 import time
 from datetime import datetime
 
@@ -92,18 +94,55 @@ def end(world):
     return tape
 
 
+@contextlib.contextmanager
+def said_to_systemd(folder, monkeypatch):
+    """What the supervisors that start within the block tell systemd."""
+    said: list[str] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        name = f"\0{folder}"
+        listener.bind(name)
+        monkeypatch.setenv("NOTIFY_SOCKET", f"@{folder}")
+
+        def listen():
+            while words := listener.recv(4096).decode():
+                said.append(words)
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            yield said
+        finally:
+            monkeypatch.delenv("NOTIFY_SOCKET")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.sendto(b"", name)
+            thread.join()
+
+
 @pytest.mark.long
-def test_a_learner_goes_on_without_a_slice_and_takes_it_back(new_world):
-    world = new_world(run=ENDLESS, gc=WHOLE)
-    world.aggregator()
+def test_a_learner_goes_on_without_a_slice_and_takes_it_back(new_world, tmp_path, monkeypatch):
+    with said_to_systemd(tmp_path, monkeypatch) as said:
+        world = new_world(run=ENDLESS, gc=WHOLE)
+        world.aggregator()
+        goes_on_and_takes_back(world, said)
+    # Only the host that was there at the run's end, so that its machine may go.
+    assert sum("STATUS=left: run ended" in words for words in said) == 1
+
+
+def goes_on_and_takes_back(world, said):
     hosts = start(world, slices=2)
     until_merged_by(world, 2)
+    # What libtpu joins slices by.
+    joined = [training(host)[0].environ() for host in hosts]
+    assert [one["MEGASCALE_SLICE_ID"] for one in joined] == ["0", "1"]
+    assert {one["MEGASCALE_NUM_SLICES"] for one in joined} == {"2"}
+    assert {one["MEGASCALE_COORDINATOR_ADDRESS"] for one in joined} == {f"{LOOPBACK}:8081"}
 
     # A machine is lost: its supervisor, and with it its training process.
     (lost,) = training(hosts[0])
     hosts[0].kill()
     world.until(lambda: not lost.is_running(), "its training process is gone too")
     until_merged_by(world, 1)
+    assert "MEGASCALE_NUM_SLICES" not in training(hosts[1])[0].environ()
     hosts[0] = again(world, hosts[0])
     until_merged_by(world, 2)
     assert hosts[0].log().count("part_copied") == 1
@@ -121,6 +160,7 @@ def test_a_learner_goes_on_without_a_slice_and_takes_it_back(new_world):
     hosts[1].terminate()
     assert hosts[1].wait() == 0, hosts[1].log()
     until_merged_by(world, 1)
+    assert not any("left: run ended" in words for words in said)
     end(world)
 
 

@@ -133,6 +133,13 @@ def test_memory_is_bounded_and_nats_goes_last(programs: Path) -> None:
             assert "MemoryMax=90%" in files[unit.name]
 
 
+def test_a_supervisor_outlives_its_training_process(programs: Path) -> None:
+    """By default systemd ends all of a unit once the kernel has killed one of its processes."""
+    text = render(UnitOptions(), programs)["diloco-learner@.service"]
+    assert "\nOOMPolicy=continue\n" in text
+    assert "\nKillMode=mixed\n" in text  # SIGTERM reaches the supervisor alone
+
+
 def test_units_start_the_program_that_installed_them(tmp_path: Path, programs: Path) -> None:
     units = tmp_path / "units"
     wanted = UnitOptions(folder=units, programs=programs, credentials=False)

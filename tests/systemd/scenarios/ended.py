@@ -35,6 +35,8 @@ def to_the_end():
         until(lambda unit=unit: show(unit, "ActiveState") == "inactive", f"{unit} ends")
         assert show(unit, "Result") == "success", unit
         assert show(unit, "NRestarts") == "0"
+    for unit in (A, B):
+        assert status_text(unit) == "left: run ended", status_text(unit)
     assert "left_unsent" not in actions(A) | actions(B)
     check("the end of the run ends its daemons, with status 0 and for good")
 
