@@ -9,8 +9,10 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import psutil
+import pytest
 import tomli_w
 
 from diloco.aggregator.daemon import load_run
@@ -406,3 +409,27 @@ def open_world(
         yield world
     finally:
         world.end()
+
+
+@contextlib.contextmanager
+def said_to_systemd(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the daemons that start within the block tell systemd."""
+    said: list[str] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        name = f"\0{folder}"
+        listener.bind(name)
+        monkeypatch.setenv("NOTIFY_SOCKET", f"@{folder}")
+
+        def listen() -> None:
+            while words := listener.recv(4096).decode():
+                said.append(words)
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            yield said
+        finally:
+            monkeypatch.delenv("NOTIFY_SOCKET")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.sendto(b"", name)
+            thread.join()

@@ -5,16 +5,14 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
-import threading
 import time
 from datetime import datetime
 
 import psutil
 import pytest
 from audit import read_tape
-from harness import ENDLESS, World
+from harness import ENDLESS, World, said_to_systemd
 from test_status import diloco, status_of
 
 from diloco.common.process.nats_server import LOOPBACK, free_port
@@ -92,30 +90,6 @@ def end(world):
     tape = read_tape(world)
     tape.check()
     return tape
-
-
-@contextlib.contextmanager
-def said_to_systemd(folder, monkeypatch):
-    """What the supervisors that start within the block tell systemd."""
-    said: list[str] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        name = f"\0{folder}"
-        listener.bind(name)
-        monkeypatch.setenv("NOTIFY_SOCKET", f"@{folder}")
-
-        def listen():
-            while words := listener.recv(4096).decode():
-                said.append(words)
-
-        thread = threading.Thread(target=listen)
-        thread.start()
-        try:
-            yield said
-        finally:
-            monkeypatch.delenv("NOTIFY_SOCKET")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-                sender.sendto(b"", name)
-            thread.join()
 
 
 @pytest.mark.long

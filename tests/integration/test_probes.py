@@ -4,7 +4,7 @@ import json
 import urllib.error
 import urllib.request
 
-from harness import ENDLESS, World
+from harness import ENDLESS, World, said_to_systemd
 from prometheus_client.parser import text_string_to_metric_families
 
 from diloco.common.process.nats_server import free_port
@@ -84,6 +84,17 @@ def test_counts_go_on_over_the_deaths_of_their_daemons(new_world) -> None:
     # At most what was not sent is trained again: 8 steps of 8 tokens, and what it did since.
     assert total(learner_port, "diloco_learner_data_tokens") >= data - 2 * 8 * 8
     world.until(lambda: total(aggregator_port, versions) > after[0], "versions go on")
+
+
+def test_a_learners_last_status_is_that_its_run_has_ended(new_world, tmp_path, monkeypatch) -> None:
+    """infra/ended.py tells the keeper by it that the learner's machine may go."""
+    world = new_world(run={"steps": 40})
+    world.aggregator()
+    with said_to_systemd(tmp_path, monkeypatch) as said:
+        learner = start_learner(world, "a", 0)
+        assert learner.wait() == 0, learner.log()
+    statuses = [line for words in said for line in words.splitlines() if line.startswith("STATUS=")]
+    assert statuses[-1] == "STATUS=left: run ended", statuses[-3:]
 
 
 def test_waiting_for_the_bus_is_told_and_is_no_illness(new_world, own_nats_server) -> None:
