@@ -102,7 +102,7 @@ def _following_life(
             saver=make_saver(host, context, folder, go.incarnation),
         ),
         params=tree.join(replica.trained, held),
-        leave_run=lambda: "host 0 said so",
+        leave_run=worker.why,
         give_up=ended_early,
         find=find,
         shares=shares,

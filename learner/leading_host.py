@@ -24,7 +24,7 @@ from diloco.learner.core.events import (
     Start,
     sync_rules,
 )
-from diloco.learner.core.handover import CheckpointId
+from diloco.learner.core.handover import CheckpointId, why_left
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
 from diloco.learner.hosts.messages import exchange_secret, meeting_place
@@ -411,7 +411,7 @@ def _leave(
         host.background.call(say_end(publisher, shares, synchronizer.position), within_s)
     except TimeoutError:
         context.logger.warning("left_silently", waited_s=within_s)
-    return "run ended" if planner.state.stopping else "asked to"
+    return why_left(stopping=planner.state.stopping)
 
 
 async def say_end(publisher: Publisher, shares: Claims, position: int) -> None:

@@ -420,6 +420,7 @@ class Planner:
             sync.clock(self.rules, self.state),
             self._doing(),
             stepped and (self._ending() or self._checkpoint_due()),
+            self.state.stopping,
         )
 
     def _checkpoint_due(self) -> bool:

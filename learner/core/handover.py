@@ -30,6 +30,7 @@ class Boundary(NamedTuple):
         global_step: the run's clock for the step that follows.
         state: the learner's state, as its heartbeat reports it.
         checkpoint: whether to make a checkpoint at this boundary.
+        stopping: whether the run's stop or end was read.
     """
 
     effects: tuple[Effect, ...]
@@ -37,6 +38,12 @@ class Boundary(NamedTuple):
     global_step: int
     state: str = "training"
     checkpoint: bool = False
+    stopping: bool = False
+
+
+def why_left(*, stopping: bool) -> str:
+    """Returns why a learner leaves; `stopping` as in `Boundary`."""
+    return "run ended" if stopping else "asked to"
 
 
 # --- In

@@ -45,7 +45,7 @@ from diloco.common.storage.data_share_allocation import Holding
 from diloco.learner.core.formation import HostReport
 from diloco.learner.core.handover import Boundary, CheckpointId
 
-VERSION: Final = 8
+VERSION: Final = 9
 LENGTH: Final = struct.Struct(">I")
 FRAME_BYTES: Final = 64 << 20
 

@@ -13,7 +13,7 @@ from diloco.learner.background import Context
 from diloco.learner.core.events import (
     Republish,
 )
-from diloco.learner.core.handover import Boundary, Done, Outgoing
+from diloco.learner.core.handover import Boundary, Done, Outgoing, why_left
 from diloco.learner.hosts.messages import (
     MEET_S,
     Drop,
@@ -201,6 +201,7 @@ class Worker:
         self._go = go
         self._shares = shares
         self._told = False
+        self._stopping = False
         self._held: dict[tuple[int, int], _LoadedAttempt] = {}
         self._fetching: dict[int, asyncio.Task[None]] = {}
 
@@ -221,7 +222,13 @@ class Worker:
         if self._asked() and not self._told:
             self._told = True
             self._link.tell(LeaveAsked())
-        return self._link.receive(Turn).boundary
+        boundary = self._link.receive(Turn).boundary
+        self._stopping = boundary.stopping
+        return boundary
+
+    def why(self) -> str:
+        """Returns why the learner leaves, once the last boundary was planned."""
+        return why_left(stopping=self._stopping)
 
     def payload(self, fragment: int, record_seq: int) -> Any:
         """Returns a record's tensors, once; None if the record needs no tensors.

@@ -1,9 +1,11 @@
 """Metrics and health of real daemons: what they say, and that a restart does not break history."""
 
+import contextlib
 import json
 import urllib.error
 import urllib.request
 
+import pytest
 from harness import ENDLESS, World, said_to_systemd
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -86,15 +88,30 @@ def test_counts_go_on_over_the_deaths_of_their_daemons(new_world) -> None:
     world.until(lambda: total(aggregator_port, versions) > after[0], "versions go on")
 
 
-def test_a_learners_last_status_is_that_its_run_has_ended(new_world, tmp_path, monkeypatch) -> None:
-    """infra/ended.py tells the keeper by it that the learner's machine may go."""
-    world = new_world(run={"steps": 40})
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_last_status_of_each_host_is_that_the_run_has_ended(
+    new_world, tmp_path, monkeypatch, hosts
+) -> None:
+    """infra/ended.py tells the keeper by it that the learner's machines may go."""
+    world = new_world(run={"steps": 40}, learner={"cpu_devices": 1})
     world.aggregator()
-    with said_to_systemd(tmp_path, monkeypatch) as said:
-        learner = start_learner(world, "a", 0)
-        assert learner.wait() == 0, learner.log()
-    statuses = [line for words in said for line in words.splitlines() if line.startswith("STATUS=")]
-    assert statuses[-1] == "STATUS=left: run ended", statuses[-3:]
+    meet = f"127.0.0.1:{free_port()}"
+    further = ["--hosts", str(hosts), "--coordinator", meet] if hosts > 1 else []
+    with contextlib.ExitStack() as stack:
+        said = []
+        for host in range(hosts):
+            said.append(stack.enter_context(said_to_systemd(tmp_path / str(host), monkeypatch)))
+            place = [*further, "--host", str(host)] if further else []
+            world.start(
+                f"a{host}", "learner", "--config", str(world.config_path), "--learner", "a", *place
+            )
+        for process in world.processes[1:]:
+            assert process.wait() == 0, process.log()
+    for words in said:
+        lines = "\n".join(words).splitlines()
+        assert [line for line in lines if line.startswith("STATUS=")][
+            -1
+        ] == "STATUS=left: run ended"
 
 
 def test_waiting_for_the_bus_is_told_and_is_no_illness(new_world, own_nats_server) -> None:
