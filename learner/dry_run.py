@@ -38,6 +38,12 @@ from diloco.learner.tensors.send_and_adopt_kernels import (
 )
 from diloco.learner.tensors.utilization import memory_bytes
 
+# What a mixture of experts can do that needs more memory than a device has.
+SPREAD_EXPERTS = (
+    "each device gathers all experts of a layer: a mesh with an axis `expert`, such as expert=4,"
+    " leaves it a part of them"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeed:
@@ -252,10 +258,7 @@ def compile_step(island: Island) -> jax.stages.Compiled:
             raise
         hint = "a mesh with a larger fsdp, a smaller batch, or accumulate"
         if island.task.active_parameters is not None and island.mesh.shape["expert"] == 1:
-            hint = (
-                "each device gathers all experts of a layer: a mesh with an axis `expert`, such as "
-                f"expert=4, leaves it a part of them; or {hint}"
-            )
+            hint = f"{SPREAD_EXPERTS}; or {hint}"
         raise ConfigError(
             f"a step of {island.learner} needs more memory than a device has: "
             f"{str(error).splitlines()[0]}",

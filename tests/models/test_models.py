@@ -210,8 +210,9 @@ def others(folder):
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_drawn_shape_that_is_not_computed_is_refused_by_name(case):
-    with pytest.raises(ConfigError, match=REFUSED[case]):
+    with pytest.raises(ConfigError, match=REFUSED[case]) as caught:
         parse_config(ALL[case], source=case)
+    assert caught.value.hint
 
 
 EXPORTED = (

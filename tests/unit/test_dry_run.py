@@ -195,3 +195,17 @@ def test_a_learner_that_no_device_holds_is_refused_with_both_figures(found):
     with pytest.raises(ConfigError, match=r"needs [\d.]+ .?B of each device, which has") as refused:
         check_fits(dataclasses.replace(found, device_bytes=needed - 1))
     assert "fsdp" in refused.value.hint
+    assert "expert" not in refused.value.hint
+
+
+def test_a_mixture_is_told_its_active_parameters_and_the_axis_that_it_lacks(found):
+    mixture = dataclasses.replace(found, active_parameters=123_456, device_bytes=1)
+    console = Console(width=120, file=io.StringIO())
+    show(console, mixture, 100.0)
+    assert "a token passes 123,456 parameters" in console.file.getvalue()
+    with pytest.raises(ConfigError) as refused:
+        check_fits(mixture)
+    assert "a mesh with an axis `expert`" in refused.value.hint
+    with pytest.raises(ConfigError) as refused:
+        check_fits(dataclasses.replace(mixture, mesh=mixture.mesh | {"expert": 2}))
+    assert "expert" not in refused.value.hint

@@ -58,6 +58,8 @@ def test_experts_alone_are_trained_and_travel(folder):
     step = make_inner_step(task)
     after, _, outcome = step(jax.tree.map(np.copy, params), state, windows, 0)
     assert np.isfinite(outcome.loss)
+    assert outcome.metrics.keys() == {"experts_busiest", "experts_loss"}
+    assert 1 <= float(outcome.metrics["experts_busiest"]) <= 3  # of six experts, each token has two
     moved = {
         name
         for name, leaf in tree.named_leaves(after)

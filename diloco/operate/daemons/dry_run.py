@@ -9,7 +9,7 @@ from rich.table import Table
 
 from diloco.common.process.config import Config
 from diloco.common.protocol.errors import ConfigError
-from diloco.learner.dry_run import DryRun, FragmentFigures, dry_run, stand_in
+from diloco.learner.dry_run import SPREAD_EXPERTS, DryRun, FragmentFigures, dry_run, stand_in
 from diloco.learner.library import check_name
 from diloco.learner.topology import gpu_devices, gpu_named, tpu_devices
 from diloco.operate.daemons.command import LearnerOptions
@@ -60,10 +60,13 @@ def check_fits(figures: DryRun) -> None:
     """
     needed, there = max(figures.memory.training, figures.memory.start), figures.device_bytes
     if there is not None and needed > there:
+        hint = "more devices in `fsdp`, a smaller batch, `accumulate`, or `sync.anchor = 'host'`"
+        if figures.active_parameters is not None and figures.mesh["expert"] == 1:
+            hint = f"{SPREAD_EXPERTS}; or {hint}"
         raise ConfigError(
             f"{figures.learner} needs {human_bytes(needed)} of each device, which has"
             f" {human_bytes(there)}",
-            hint="more devices in `fsdp`, a smaller batch, `accumulate`, or `sync.anchor = 'host'`",
+            hint=hint,
         )
 
 
