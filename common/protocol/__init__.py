@@ -1,1 +1,4 @@
-"""The protocol between the parties of a run, as bytes and names. Pure: no IO, clock or log."""
+"""The protocol between the parties of a run, as bytes and names. Pure: no IO, clock or log.
+
+It may import no other room.
+"""

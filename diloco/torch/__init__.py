@@ -7,6 +7,9 @@
             island.step(loss=loss, save=optimizer)
 
 JAX uses only the CPU in this process. It synchronizes copies of the module's parameters.
+
+Of the other rooms it may import `common/protocol`, `common/process`, `learner` and `diloco/models`
+alone.
 """
 
 import contextlib

@@ -67,6 +67,38 @@ def test_the_first_file_of_a_room_says_what_it_is_for(room):
     assert (ast.get_docstring(first) or "").strip().endswith(".")
 
 
+def module_of(room: str) -> str:
+    return "diloco." + room.removeprefix("diloco/").replace("/", ".")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules, and what is taken from them, that a file imports anywhere."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("room", [*ROOMS, *SATELLITES])
+def test_the_first_file_of_a_room_says_which_other_rooms_it_imports(room):
+    names = {name for path in production() if path.is_relative_to(room) for name in imported(path)}
+    found = [
+        other
+        for other in (*ROOMS, *SATELLITES)
+        if other != room and any(f"{name}.".startswith(f"{module_of(other)}.") for name in names)
+    ]
+    document = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or ""
+    last = " ".join(document.split("\n\n")[-1].split())
+    listed = " and ".join(", ".join(f"`{one}`" for one in found).rsplit(", ", 1))
+    assert last == (
+        f"Of the other rooms it may import {listed} alone."
+        if found
+        else "It may import no other room."
+    )
+
+
 def test_names_of_files_say_what_they_hold():
     assert [str(path) for path in production() if words_of(path.stem) & BANNED] == []
 
