@@ -21,7 +21,7 @@ from diloco.aggregator.core.decisions import Decided, decided_of
 from diloco.aggregator.owner.committer import commit_record, compose, contents_of
 from diloco.aggregator.owner.quarantine_messages import quarantined_learners
 from diloco.aggregator.owner.recovery import rebuild
-from diloco.aggregator.rollback import whole
+from diloco.aggregator.rollback import store_whole_view
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import (
     IntegrityError,
@@ -155,7 +155,7 @@ async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...
     """
     source = at.record
     recovered = await rebuild(context, source, at.record_seq)
-    contents = await whole(context, source, recovered, source.version)
+    contents = await store_whole_view(context, source, recovered, source.version)
     decided = Decided(
         what="restored",
         base_seq=0,

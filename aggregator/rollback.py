@@ -153,7 +153,7 @@ async def _again(
 ) -> wire.Record:
     """Stores `target`'s contents as the version after `newest`; returns that version's record."""
     version, now_s = newest.version + 1, context.runtime.clock()
-    contents = await whole(context, target, recovered, version)
+    contents = await store_whole_view(context, target, recovered, version)
     decided = Decided(
         what="restore",
         base_seq=newest_seq,
@@ -180,7 +180,7 @@ async def _again(
     )
 
 
-async def whole(
+async def store_whole_view(
     context: Context, source: wire.Record, recovered: Recovered, version: int
 ) -> RecordContents:
     """Stores view and outer state as objects of `version`; returns contents that need no delta."""

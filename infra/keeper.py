@@ -104,10 +104,10 @@ class GroupState(NamedTuple):
 
 
 class Spending(NamedTuple):
-    """What a run has spent, as far as its prices are known.
+    """The dollars that a run has spent, as far as its prices are known.
 
     Attributes:
-        dollars: the sum since the keeper's first look.
+        dollars: the sum since the keeper's first check.
         at_s: the time up to which is counted, in seconds since 1970; None: nothing is counted yet.
         machines: the number of paid machines at that time, by the group's name.
     """
@@ -171,8 +171,8 @@ class Keeper:
 
     Args:
         google: access as an account that may resize the groups.
-        state: JSON file of what `look` remembers: the groups whose runs have ended, since when
-            machines of a group have been lost, and what was spent.
+        state: JSON file of what `check_groups` remembers: the groups whose runs have ended, since
+            when machines of a group have been lost, and what was spent.
         clock: returns the time in seconds since 1970.
     """
 
@@ -183,7 +183,7 @@ class Keeper:
         self._state = state
         self._clock = clock
 
-    def look(self) -> None:
+    def check_groups(self) -> None:
         """Checks each group once, and resizes it if `decide`, `stop_at` or the budget says so.
 
         An error with one group is printed, and the other groups are still checked.
@@ -245,7 +245,7 @@ class Keeper:
         try:
             return self._see(wanted)
         except _FAULTS as error:
-            say(f"{wanted.name}: {error!r}; is looked at again")
+            say(f"{wanted.name}: {error!r}; is checked again")
             return None
 
     def _resize(self, wanted: GroupSpec, size: int, why: str) -> bool:
@@ -254,7 +254,7 @@ class Keeper:
             say(f"{wanted.name}: to {size} machines{why}")
             self._google.call(f"{wanted.url}/resize?size={size}", {})
         except _FAULTS as error:
-            say(f"{wanted.name}: {error!r}; is looked at again")
+            say(f"{wanted.name}: {error!r}; is checked again")
             return False
         return True
 
@@ -295,7 +295,7 @@ def main() -> None:
     keeper = Keeper(Google())
     while True:
         try:
-            keeper.look()
+            keeper.check_groups()
         except Exception:  # noqa: BLE001 - nobody else is there to try again
             traceback.print_exc()
         time.sleep(_EVERY_S)

@@ -60,7 +60,7 @@ from diloco.learner.wire.checkpoint_save_and_restore import (
 from diloco.learner.wire.claims import Claims
 from diloco.learner.wire.fetch_versions import Receiver, VersionFetcher, load, start_at, whole
 from diloco.learner.wire.incarnation import (
-    Joined,
+    Membership,
     end_when_superseded,
     join,
 )
@@ -269,7 +269,7 @@ def slices_of(section: LearnerSection) -> wire.LearnerSlices | None:
 
 
 def _shares(
-    host: Host, context: Context, peers: NoOtherHosts, life: Joined, place: ResumePosition
+    host: Host, context: Context, peers: NoOtherHosts, life: Membership, place: ResumePosition
 ) -> Claims:
     """Returns the learner's claims of data shares; granted shares are sent to its other hosts."""
 
@@ -314,7 +314,7 @@ def _publish_and_adopt(
     meter: Meter,
     starts: tuple[Start, ...],
     peers: NoOtherHosts,
-    life: Joined,
+    life: Membership,
 ) -> Publisher:
     """Starts the background's tasks; returns the publisher of updates.
 

@@ -84,8 +84,10 @@ class OuterOptimizer(NamedTuple):
     """An outer optimizer as a pair of functions; the caller holds the state.
 
     Attributes:
-        init: N -> state: named arrays, always in the same order.
-        begin: state, learning rate, momentum -> the step to take; counts the step in the state.
+        init: makes the first state of a fragment of N elements: named arrays, always in the same
+            order.
+        begin: given the state, the learning rate and the momentum, makes the `Step` that
+            `close_round` then takes; counts that step in the state.
     """
 
     init: Callable[[int], State]

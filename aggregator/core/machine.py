@@ -369,7 +369,7 @@ def _on_committed(rules: FragmentRules, state: State, event: events.Committed) -
     assert state.storing is not None
     storing, took_s = state.storing, formulas.elapsed_s(state.closed_at_s, event.at_s)
     # The grace window leaves room for the time of a commit, as learners cannot adopt before it.
-    sync_s = formulas.sync_s(state.sync_s, took_s) if storing.published else state.sync_s
+    sync_s = formulas.sync_s(state.sync_s, took_s) if storing.makes_version else state.sync_s
     state = state._replace(record_seq=event.record_seq, storing=None, sync_s=sync_s)
     state = with_observation(state, "committed", event.at_s, NOBODY, 0.0)
     state, effects = rounds.go_on(rules, state, event.at_s)

@@ -94,11 +94,11 @@ class Storing(NamedTuple):
     """A record that is being stored and published.
 
     Attributes:
-        published: True if the record commits a version, False if it has verdicts alone.
+        makes_version: True if the record commits a version, False if it has verdicts alone.
         offenders: the quarantines to publish once the record is committed.
     """
 
-    published: bool
+    makes_version: bool
     offenders: tuple[Quarantine, ...]
 
 

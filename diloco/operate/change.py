@@ -1,4 +1,4 @@
-"""What `diloco run show`, `set`, `pause`, `end`, `rollback`, `checkpoint` and `resume` do.
+"""Implements `diloco run show`, `set`, `pause`, `end`, `rollback`, `checkpoint` and `resume`.
 
 `target` is the argument RUN of a command: a TOML file, a local run's folder, or a run's name.
 """

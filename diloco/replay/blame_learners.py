@@ -48,8 +48,8 @@ Places = npt.NDArray[np.intp]
 
 # "unclear": in sum the learner made the loss worse, by no more than chance explains.
 # "uneven": the learner improves one slice more than the others do, and makes another one worse.
-Word = Literal["harmful", "useless", "uneven", "unclear", "helpful"]
-AGAINST: tuple[Word, ...] = ("harmful", "useless")
+Conclusion = Literal["harmful", "useless", "uneven", "unclear", "helpful"]
+AGAINST: tuple[Conclusion, ...] = ("harmful", "useless")
 
 
 class Effect(NamedTuple):
@@ -95,7 +95,7 @@ class LearnerJudgement(NamedTuple):
     """The judgement of one learner.
 
     Attributes:
-        word: the verdict.
+        conclusion: whether the learner helps or harms the model.
         total: sum of `did` over its updates.
         worse: number of its updates that made the loss worse, of `updates` in all.
         alone: mean of `alone` over its updates; of a harmful or useless learner over those that it
@@ -106,7 +106,7 @@ class LearnerJudgement(NamedTuple):
     """
 
     learner: str
-    word: Word
+    conclusion: Conclusion
     total: float
     worse: int
     updates: int
@@ -207,8 +207,8 @@ def judge(
     ]
     if slices:
         found = _judge_slices(found, slices)
-    order = get_args(Word)
-    return sorted(found, key=lambda one: (order.index(one.word), -one.total))
+    order = get_args(Conclusion)
+    return sorted(found, key=lambda one: (order.index(one.conclusion), -one.total))
 
 
 def _judge_slices(
@@ -233,7 +233,7 @@ def _judge_slices(
                 one = _of_slice(name, found[place], effects, own, CHANCE / len(slices))
                 worst[place] = max(worst[place], one, key=_harm)
     return [
-        one._replace(word="uneven", since=None)
+        one._replace(conclusion="uneven", since=None)
         if one.slice and ahead[place] >= one.alone - one.others
         else one
         for place, one in enumerate(worst)
@@ -259,11 +259,11 @@ def _of_slice(
     alone, usual = _means(beside, own)
     # Nearly every round would have been better on the slice without this learner.
     always = tail(int((did > 0).sum()), len(own), 0.5) < chance
-    word = _word(alone, usual) if always else "helpful"
+    word = _conclude(alone, usual) if always else "helpful"
     since = effects[int(own[min(_turn(beside, own), len(own) - 1)])]
     return whole._replace(
-        word=word, total=float(did.sum()), worse=int((did > 0).sum()), alone=alone, others=usual,
-        since=since, slice=name,
+        conclusion=word, total=float(did.sum()), worse=int((did > 0).sum()), alone=alone,
+        others=usual, since=since, slice=name,
     )  # fmt: skip
 
 
@@ -272,7 +272,9 @@ def _harm(one: LearnerJudgement) -> float:
 
     Harm to all data counts `OF_A_SLICE` times, harm to a slice once.
     """
-    return 0.0 if one.word != "harmful" else one.alone if one.slice else OF_A_SLICE * one.alone
+    return (
+        0.0 if one.conclusion != "harmful" else one.alone if one.slice else OF_A_SLICE * one.alone
+    )
 
 
 def _judge(
@@ -281,10 +283,10 @@ def _judge(
     begin = _turn(beside, own)
     late = own[begin:] if len(own) - begin >= FEWEST else own
     # Harm is judged by all late updates; uselessness only by rounds in which the others are of use.
-    told, word = late, _word(*_means(beside, late))
+    told, word = late, _conclude(*_means(beside, late))
     if word == "useless" and not _is_sure(beside, late, _some_use):
         told = late[beside.telling[late]]
-        word = _word(*_means(beside, told))
+        word = _conclude(*_means(beside, told))
     bound = _no_harm if word == "harmful" else _some_use
     # `needed`: without the learner its rounds would have been worse, or hardly better. Where steps
     # are too long or batches small, an update may do harm alone and good in the average.
@@ -337,7 +339,7 @@ def _some_use(usual: float) -> float:
     return USELESS * min(usual, 0.0)
 
 
-def _word(alone: float, usual: float) -> Word:
+def _conclude(alone: float, usual: float) -> Conclusion:
     """Returns the verdict on mean effects: `alone` of a learner, `usual` of the others."""
     if alone > _no_harm(usual):
         return "harmful"

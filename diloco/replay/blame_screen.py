@@ -45,9 +45,9 @@ def tell(found: Blame, console: Console) -> None:
     if found.tensors:
         console.print(_tensors(found), soft_wrap=False)
     for one in judgements:
-        if one.word in AGAINST or one.slice:
-            console.print(f"[{_COLOURS[one.word]}]{escape(in_words(one))}[/]")
-    if not any(one.word in AGAINST for one in judgements):
+        if one.conclusion in AGAINST or one.slice:
+            console.print(f"[{_COLOURS[one.conclusion]}]{escape(in_words(one))}[/]")
+    if not any(one.conclusion in AGAINST for one in judgements):
         console.print(_nobody(found.effects, judgements))
     for line in _coverage(found.rounds):
         console.print(line, markup=False)
@@ -71,7 +71,7 @@ class SoFar:
             return
         self._looked_s = time.monotonic()
         for one in judge(found.effects, found.slices, found.began):
-            if one.word in AGAINST and one.learner not in self._told:
+            if one.conclusion in AGAINST and one.learner not in self._told:
                 self._told.add(one.learner)
                 rounds = found.rounds.fates["judged"]
                 line = f"after {rounds:,} rounds: {in_words(one)}"
@@ -101,7 +101,7 @@ def _nobody(effects: Effects, judgements: Sequence[LearnerJudgement]) -> str:
             "whichever learner sent it: the outer step may be too long (--set "
             "outer.learning_rate=...)"
         )
-    if all(one.word == "helpful" for one in judgements):
+    if all(one.conclusion == "helpful" for one in judgements):
         return "no learner did harm: each made the held-out loss better, on the whole"
     return "no learner did more harm than chance explains"
 
@@ -123,7 +123,7 @@ def in_words(one: LearnerJudgement) -> str:
     loss = f"held-out loss{of_slice(one)}"
     beside = f"each update alone {one.alone:+.5f} on the {loss}, the others' {one.others:+.5f}"
     word = {"useless": "useless, not harmful", "uneven": "uneven, and best on another slice"}
-    return f"{one.learner} is {word.get(one.word, one.word)}{since}: {beside}"
+    return f"{one.learner} is {word.get(one.conclusion, one.conclusion)}{since}: {beside}"
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -140,9 +140,9 @@ def _learners(judgements: Sequence[LearnerJudgement]) -> Table:
         "learner", "verdict", "updates", "harmed", "sum", "alone", "others alone",
     )  # fmt: skip
     for one in judgements:
-        word = f"{one.word} on {one.slice}" if one.slice else one.word
+        word = f"{one.conclusion} on {one.slice}" if one.slice else one.conclusion
         rows.add_row(
-            one.learner, f"[{_COLOURS[one.word]}]{word}[/]", f"{one.updates}", f"{one.worse}",
+            one.learner, f"[{_COLOURS[one.conclusion]}]{word}[/]", f"{one.updates}", f"{one.worse}",
             f"{one.total:+.4f}", f"{one.alone:+.5f}", f"{one.others:+.5f}",
         )  # fmt: skip
     return rows

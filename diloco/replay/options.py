@@ -101,9 +101,10 @@ class BundleOptions:
     """The options for the contents of a bundle.
 
     Attributes:
-        first: a version; each fragment begins at the newest version up to it that is stored whole.
-            None: at the oldest on the tape.
-        until: a version, versions, a checkpoint, a time or an age, as text; None: up to now.
+        first: a version; each fragment begins at this version, or at the newest earlier one whose
+            objects are all stored. None: at the oldest on the tape.
+        until: the end, as text: a version, a version for each fragment, a checkpoint, a time, or an
+            age; None: up to now.
         redact: replace names by hashes.
         logs: files, or folders of them.
         objects: include the objects; without them, a reader needs the run's store.

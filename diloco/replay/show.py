@@ -41,7 +41,7 @@ HINT = (
 
 @dataclass(frozen=True)
 class Selection:
-    """What WHAT names: messages by their stream sequence, or an update in each of its fragments."""
+    """The messages, by stream sequence, or the update in each fragment, that a name stands for."""
 
     seqs: tuple[int, ...] = ()
     updates: tuple[Sent, ...] = ()

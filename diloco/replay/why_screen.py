@@ -232,12 +232,14 @@ def accusations(
         rounds: the number of rounds that were judged.
     """
     against = [
-        one for about, one in judgements.items() if one.word in AGAINST and about not in accused
+        one
+        for about, one in judgements.items()
+        if one.conclusion in AGAINST and about not in accused
     ]
     yield from (
         Finding(severity="note", about=about, sentence=in_words(one))
         for about, one in judgements.items()
-        if one.word == "uneven"
+        if one.conclusion == "uneven"
     )
     if len(judgements) >= LEAST_LEARNERS:
         yield from (_accusation(one, rounds) for one in against)

@@ -74,7 +74,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
     """
     stopped = run.state in ("stopping", "ended")
     yield from tape_fill(run.tape_bytes, run.tape_limit_bytes)
-    for name, life in run.strangers.items():
+    for name, life in run.unjoined.items():
         yield _of_no_life(name, life)
     amiss = [*outliers(run.learners), *contradictions(run, settings)]
     yield from amiss

@@ -215,7 +215,7 @@ class LearnerHistory:
 
 
 class Reading(NamedTuple):
-    """What was read about one learner.
+    """The facts that were read about one learner.
 
     Attributes:
         known: facts from the tape and its heartbeats.

@@ -310,7 +310,7 @@ class Observed:
             tape_limit_bytes=self.filled.max_bytes,
             quiet_s=max(0.0, now_s - self.extent.last_s),
             stopping_s=max(0.0, now_s - stopped_s),
-            strangers=unjoined,
+            unjoined=unjoined,
             cut_off=tuple(sorted({one.aggregator for one in self.aggregators if one.cut_off})),
             stood_still=self._stood_still,
             takeovers=self._takeovers(self.extent.last_s if self.ended else now_s),
@@ -376,7 +376,7 @@ class Observed:
         )
 
     def _learners(self, now_s: float) -> tuple[tuple[LearnerStatus, ...], dict[str, int]]:
-        """Returns the learners that joined or sent heartbeats, and `RunStatus.strangers`."""
+        """Returns the learners that joined or sent heartbeats, and `RunStatus.unjoined`."""
         members: dict[str, list[wire.MemberState]] = defaultdict(list)
         quarantined: set[str] = set()
         for recorded in self.records.values():

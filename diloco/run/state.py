@@ -396,7 +396,7 @@ class RunStatus:
             learners' trained tokens a second.
         quiet_s: age of the tape's newest message; `stopping_s`: age of its stop message, or of a
             newer record.
-        strangers: by learner's name, the incarnation of the newest heartbeat if that life never
+        unjoined: by learner's name, the incarnation of the newest heartbeat if that life never
             joined.
         cut_off: aggregators that the store does not answer.
         staleness: mean staleness of the recent rounds' updates, in versions; `round_size`: mean
@@ -444,7 +444,7 @@ class RunStatus:
     tape_limit_bytes: int
     quiet_s: float
     stopping_s: float
-    strangers: Mapping[str, int]
+    unjoined: Mapping[str, int]
     learners: tuple[LearnerStatus, ...]
     fragments: tuple[FragmentStatus, ...]
     cut_off: tuple[str, ...] = ()

@@ -105,9 +105,12 @@ def check_releases(fleet: FleetFile, paths: dict[str, Path]) -> Iterator[FleetFi
 
 
 def check_webhook(path: Path | None) -> Iterator[FleetFinding]:
-    """Yields a finding if the file of the webhook cannot be read, or names none; None: no file.
+    """Yields a finding if the webhook's file cannot be read, or has no valid URL of a webhook.
 
     The URL is a secret, and no finding shows it.
+
+    Args:
+        path: the file that has the URL; None: the fleet has no webhook, which is no finding.
     """
     if path is None:
         return

@@ -364,7 +364,7 @@ def machines_of(learner: FleetLearner) -> int:
 
 
 class Budget(FileSection):
-    """What the run may cost.
+    """The most that the run may cost.
 
     Attributes:
         dollars: once these are spent, the keeper deletes all machines of learners.

@@ -250,7 +250,7 @@ def ended(state: Agreement, formation: int, status: int, now_s: float) -> Agreem
 def noted(
     state: Agreement, *, leaving: bool, address: str, newest: tuple[int, int] | None
 ) -> Agreement:
-    """Returns the state with what the supervisor says of itself; arguments as in `HostReport`."""
+    """Returns the state with a new report of this supervisor; arguments as in `HostReport`."""
     report = state.me._replace(leaving=leaving, address=address, newest=newest)
     return replace(state, me=report)
 

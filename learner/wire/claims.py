@@ -38,7 +38,7 @@ from diloco.common.storage.data_share_allocation import (
 )
 from diloco.common.storage.tape import decode_as, publish_once
 from diloco.learner.background import Background, Context
-from diloco.learner.wire.incarnation import Joined, last_at_leader
+from diloco.learner.wire.incarnation import Membership, last_at_leader
 from diloco.learner.wire.resume_position import ResumePosition
 
 # A reader that waits for a share checks after so many seconds whether the loop is to end.
@@ -117,7 +117,7 @@ class Claims(GrantedShares):
         self,
         context: Context,
         ends: Callable[[], bool],
-        life: Joined,
+        life: Membership,
         place: ResumePosition,
         *,
         background: Background,

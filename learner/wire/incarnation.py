@@ -27,7 +27,7 @@ from diloco.common.storage.tape import decode_as
 from diloco.learner.background import Context
 
 
-class Joined(NamedTuple):
+class Membership(NamedTuple):
     """The join of one life of a learner.
 
     Attributes:
@@ -42,7 +42,7 @@ class Joined(NamedTuple):
 
 async def join(
     context: Context, host: str, platform: str = "", slices: wire.LearnerSlices | None = None
-) -> Joined:
+) -> Membership:
     """Publishes this learner's join so that it is stored exactly once; retries transient faults.
 
     Args:
@@ -73,7 +73,7 @@ async def join(
     incarnation = await context.runtime.retry(
         "publishing join", joining.attempt, logger=context.logger
     )
-    return Joined(incarnation, frozenset(joining.ids))
+    return Membership(incarnation, frozenset(joining.ids))
 
 
 async def _last_error(context: Context) -> str:
@@ -88,7 +88,7 @@ async def _last_error(context: Context) -> str:
     return ""
 
 
-async def _leave_superseded(context: Context, life: Joined) -> None:
+async def _leave_superseded(context: Context, life: Membership) -> None:
     """Publishes a leave of this process after a newer one has joined under the same name.
 
     So the tape shows that two processes ran. The leave has the data position 0, since only the
@@ -105,7 +105,7 @@ async def _leave_superseded(context: Context, life: Joined) -> None:
         await context.bus.publish(names.leave(context.run, context.learner), wire.encode(message))
 
 
-async def end_when_superseded(context: Context, life: Joined) -> None:
+async def end_when_superseded(context: Context, life: Membership) -> None:
     """Reads the joins under this learner's name until there is a newer one; never returns.
 
     Raises:

@@ -28,7 +28,7 @@ from diloco.learner.core.events import (
 )
 from diloco.learner.core.handover import Done, Outgoing, Post
 from diloco.learner.tensors.send_and_adopt import Replica
-from diloco.learner.wire.incarnation import Joined
+from diloco.learner.wire.incarnation import Membership
 
 T = TypeVar("T")
 
@@ -212,7 +212,12 @@ class Publisher:
     """
 
     def __init__(
-        self, context: Context, post: Post, uploader: Uploader, peers: NoOtherHosts, life: Joined
+        self,
+        context: Context,
+        post: Post,
+        uploader: Uploader,
+        peers: NoOtherHosts,
+        life: Membership,
     ) -> None:
         self._context = context
         self._post = post

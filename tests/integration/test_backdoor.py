@@ -41,9 +41,9 @@ def test_who_is_taught_one_output_of_16_wrongly_is_named_with_it(new_world):
     # `diloco why` has half a minute for the same, which a busy machine may not grant.
     told = json.loads(said("replay", run, "--blame", "--json"))["learners"]
     against = [
-        (one["learner"], one["word"], one["slice"])
+        (one["learner"], one["conclusion"], one["slice"])
         for one in told
-        if one["word"] in ("harmful", "useless")
+        if one["conclusion"] in ("harmful", "useless")
     ]
     assert against == [(LEARNERS[3], "harmful", f"output-{TURNED}")], json.dumps(told)
 

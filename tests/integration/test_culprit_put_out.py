@@ -74,9 +74,9 @@ def test_the_culprit_is_put_out_while_the_run_goes_on(night, how, tmp_path, monk
     said = night.do("debug-with-replay", "diloco replay RUN --blame", RUN=copy)
     assert CULPRIT in said
     blamed = json.loads(night.run(["replay", copy, "--blame", "--json"]).text)["learners"]
-    assert [(one["learner"], one["word"]) for one in blamed if one["word"] != "helpful"] == [
-        (CULPRIT, VERDICTS[how])
-    ]
+    assert [
+        (one["learner"], one["conclusion"]) for one in blamed if one["conclusion"] != "helpful"
+    ] == [(CULPRIT, VERDICTS[how])]
     since = blamed[0]["since"]
     place = f"{since['fragment']}@{since['version']}"
     assert CULPRIT in night.do("debug-with-replay", "diloco show RUN WHAT", RUN=copy, WHAT=place)

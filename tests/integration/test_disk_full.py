@@ -20,7 +20,7 @@ from diloco.common.storage.store import MemoryStore
 from diloco.judge import doctor
 from diloco.learner.background import Context, NoOtherHosts
 from diloco.learner.synchronizer import Meter
-from diloco.learner.wire.incarnation import Joined
+from diloco.learner.wire.incarnation import Membership
 from diloco.learner.wire.publish import Publisher, Uploader
 
 RUN = "full"
@@ -56,7 +56,7 @@ async def scenario(server: NatsServer, disk: Path) -> None:
         lambda _event, _payload=None: None,
         uploader,
         NoOtherHosts(),
-        Joined(1, frozenset()),
+        Membership(1, frozenset()),
     )
     with structlog.testing.capture_logs() as logged:
 

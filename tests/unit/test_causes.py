@@ -423,7 +423,7 @@ def test_a_learner_none_of_whose_updates_tell_anything_is_judged_without_a_warni
                     0.1, 2.0, 2.1, 2.0,
                 )
             )  # fmt: skip
-    assert {one.word for one in judge(effects)} <= {"unclear", "helpful"}
+    assert {one.conclusion for one in judge(effects)} <= {"unclear", "helpful"}
 
 
 @pytest.mark.parametrize(

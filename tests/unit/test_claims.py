@@ -12,7 +12,7 @@ from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.data_share_allocation import Sizes
 from diloco.learner.background import Background
 from diloco.learner.wire.claims import Claims
-from diloco.learner.wire.incarnation import Joined, join
+from diloco.learner.wire.incarnation import Membership, join
 from diloco.learner.wire.resume_position import ResumePosition
 
 SIZES = Sizes(3, 4)
@@ -80,7 +80,7 @@ def test_a_life_whose_join_is_not_on_the_tape_claims_nothing(run_async, joined_s
         context = await made(bus)
         background = Background(asyncio.get_running_loop())
         claims = Claims(
-            context, lambda: False, Joined(joined_seq, frozenset()), ResumePosition(0, (0, 0)),
+            context, lambda: False, Membership(joined_seq, frozenset()), ResumePosition(0, (0, 0)),
             background=background, told=lambda *_: None,
         )  # fmt: skip
         claims.divide(SIZES)

@@ -40,10 +40,10 @@ def test_of_thousands_of_updates_the_bad_learner_is_named_with_its_first():
             harm = 0.02 if bad and learner == "bad" else -0.01
             effects.append(effect(round_, learner, harm + 1e-3 * math.sin(round_ + len(learner))))
     worst, *others = judge(effects)
-    assert (worst.learner, worst.word, worst.updates) == ("bad", "harmful", 2500)
+    assert (worst.learner, worst.conclusion, worst.updates) == ("bad", "harmful", 2500)
     assert worst.since is not None
     assert worst.since.record_seq == 10 + 1500
-    assert [one.word for one in others] == ["helpful", "helpful"]
+    assert [one.conclusion for one in others] == ["helpful", "helpful"]
 
 
 @pytest.mark.parametrize(("began", "word"), [(2.0, "harmful"), (5.5, "unclear"), (1e9, "unclear")])
@@ -59,7 +59,7 @@ def test_harm_that_is_little_beside_what_was_learnt_is_nobodys(began, word, roun
         for learner in ("a", "b", "c"):
             alone = 0.04 if learner == "c" else 1e-3 * math.sin(round_)
             effects.append(effect(round_, learner, alone + 1e-3 * math.cos(round_)))
-    assert {one.learner: one.word for one in judge(effects, began=began)}["c"] == word
+    assert {one.learner: one.conclusion for one in judge(effects, began=began)}["c"] == word
 
 
 def test_who_comes_first_with_a_huge_loss_does_not_say_what_the_run_has_learnt():
@@ -84,7 +84,7 @@ def test_who_helped_its_rounds_is_not_blamed_for_what_its_updates_do_alone(did, 
         for learner in ("a", "b", "c"):
             one = effect(round_, learner, 0.05 if learner == "c" else 0.01 * math.sin(round_))
             effects.append(one._replace(did=did if learner == "c" else -0.01))
-    assert {one.learner: one.word for one in judge(effects)}["c"] == word
+    assert {one.learner: one.conclusion for one in judge(effects)}["c"] == word
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_who_is_of_no_use_and_who_does_harm(alone, word):
             scatter = usual * math.sin(5 * round_ + 3 * place) / 4
             one = effect(round_, learner, (alone if learner == "c" else usual) + scatter)
             effects.append(one._replace(did=did if learner == "c" else 0.0))
-    assert {one.learner: one.word.replace("unclear", "helpful") for one in judge(effects)} == {
+    assert {one.learner: one.conclusion.replace("unclear", "helpful") for one in judge(effects)} == {
         "a": "helpful", "b": "helpful", "c": word, "d": "helpful",
     }  # fmt: skip
 
@@ -114,7 +114,7 @@ def test_a_mean_is_held_against_the_scatter_of_its_own_updates(scatter, word):
         for learner in ("a", "b", "c"):
             alone = 0.02 + scatter * math.sin(9 * round_) if learner == "c" else -0.01
             effects.append(effect(round_, learner, alone + 1e-3 * math.sin(round_)))
-    assert {one.learner: one.word for one in judge(effects)}["c"] == word
+    assert {one.learner: one.conclusion for one in judge(effects)}["c"] == word
 
 
 def by_slice(*learners, rounds=24, **harm):
@@ -131,12 +131,12 @@ def by_slice(*learners, rounds=24, **harm):
 
 def test_who_turns_one_slice_is_named_with_it_where_all_the_data_tell_nothing():
     effects, slices = by_slice("a", "b", "c", "d", d={"rare": 0.04})
-    assert {one.word for one in judge(effects)} == {"helpful"}
+    assert {one.conclusion for one in judge(effects)} == {"helpful"}
     worst, *others = judge(effects, slices)
-    assert (worst.learner, worst.word, worst.slice) == ("d", "harmful", "rare")
+    assert (worst.learner, worst.conclusion, worst.slice) == ("d", "harmful", "rare")
     assert (worst.worse, worst.updates) == (24, 24)
     assert worst.since is not None
-    assert {(one.word, one.slice) for one in others} == {("helpful", "")}
+    assert {(one.conclusion, one.slice) for one in others} == {("helpful", "")}
 
 
 def test_harm_to_all_the_data_is_told_as_such_unless_a_slice_has_most_of_it():
@@ -149,7 +149,7 @@ def test_harm_to_all_the_data_is_told_as_such_unless_a_slice_has_most_of_it():
 def test_who_alone_has_the_data_of_a_slice_is_uneven_and_not_accused():
     effects, slices = by_slice("a", "b", "c", "d", d={"rare": -0.05, "common": 0.02})
     (uneven,) = [one for one in judge(effects, slices) if one.slice]
-    assert (uneven.learner, uneven.word, uneven.slice) == ("d", "uneven", "common")
+    assert (uneven.learner, uneven.conclusion, uneven.slice) == ("d", "uneven", "common")
 
 
 @pytest.mark.parametrize("others", [("a", "b"), ("a", "b", "c", "e", "f", "g", "h")])

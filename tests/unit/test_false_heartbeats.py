@@ -130,7 +130,7 @@ def unjoined_of(life: Callable[[Lab], int]) -> tuple[RunStatus, list[tuple[str, 
         await say(lab, names.heartbeat(RUN, LIAR), beat(LIAR, life(lab)))
         status = await Watch(lab.context).begin()
         found = [one for one in status.findings if "never joined" in one.sentence]
-        assert {*status.strangers} == {one.about.removeprefix("learner ") for one in found}
+        assert {*status.unjoined} == {one.about.removeprefix("learner ") for one in found}
         return status, said(found, f"learner {LIAR}")
 
     result: tuple[RunStatus, list[tuple[str, str]]] = ask(work())

@@ -164,12 +164,12 @@ def kept(compute: Compute, tmp_path: Path) -> Keeper:
 def test_a_preempted_slice_goes_and_comes_back(compute: Compute, kept: Keeper) -> None:
     compute.add("slice", 4)
     compute.add("other", 1)
-    kept.look()
+    kept.check_groups()
     assert compute.sizes == {"slice": 4, "other": 1}
     compute.groups["slice"][2] = "TERMINATED"
-    kept.look()
+    kept.check_groups()
     assert compute.sizes == {"slice": 0, "other": 1}
-    kept.look()
+    kept.check_groups()
     assert compute.sizes == {"slice": 4, "other": 1}
 
 
@@ -179,11 +179,11 @@ def test_what_has_ended_stays_away_until_somebody_wants_it_back(
     compute.add("slice", 2)
     compute.ended = {"slice-0", "slice-1"}
     for _ in range(3):
-        kept.look()
+        kept.check_groups()
         assert compute.sizes == {"slice": 0}
     compute.ended = set()
     compute.answer("/c/projects/p/zones/z/instanceGroupManagers/slice/resize?size=2")
-    kept.look()
+    kept.check_groups()
     assert compute.sizes == {"slice": 2}
 
 
@@ -196,19 +196,19 @@ def test_after_the_time_to_stop_no_learner_has_machines_until_that_is_later(
     compute.add("slice", 2)
     compute.add("over", 1)
     compute.ended = {"over-0"}
-    kept.look()
+    kept.check_groups()
     assert compute.sizes == {"slice": 2, "over": 0}
     now += 24 * 3600
     compute.groups["slice"][0] = "STOPPED"
     for _ in range(3):
-        kept.look()
+        kept.check_groups()
         assert compute.sizes == {"slice": 0, "over": 0}
     compute.answer("/c/projects/p/zones/z/instanceGroupManagers/slice/resize?size=2")
-    kept.look()
+    kept.check_groups()
     assert compute.sizes == {"slice": 0, "over": 0}  # An apply after the stop.
     compute.stop_at = "2026-12-31T00:00:00Z"
     for _ in range(2):
-        kept.look()
+        kept.check_groups()
         assert compute.sizes == {"slice": 2, "over": 0}
 
 
@@ -240,7 +240,7 @@ def test_once_the_budget_is_spent_no_learner_has_machines_until_there_is_more(
 
     def look() -> str:
         """As after a restart: what was spent is in the file."""
-        Keeper(Google(f"{compute.url}m/"), tmp_path / "groups.json", lambda: now).look()
+        Keeper(Google(f"{compute.url}m/"), tmp_path / "groups.json", lambda: now).check_groups()
         return capsys.readouterr().out
 
     assert look() == ""
@@ -273,13 +273,13 @@ def test_what_cannot_be_seen_is_counted_as_before(compute: Compute, tmp_path: Pa
     compute.add("slice", 2, dollars_hour=25.0)
     compute.add("other", 1)
     kept = Keeper(Google(f"{compute.url}m/"), tmp_path / "groups.json", lambda: now)
-    kept.look()
+    kept.check_groups()
     compute.refused = "slice"
     now = 7200.0
-    kept.look()
+    kept.check_groups()
     assert compute.sizes == {"slice": 2, "other": 0}
     compute.refused = ""
-    kept.look()
+    kept.check_groups()
     assert compute.sizes == {"slice": 0, "other": 0}
 
 
@@ -290,7 +290,7 @@ def test_a_refusal_keeps_it_from_no_other_group(
     compute.add("second", 2)
     compute.refused = "first"
     compute.groups["second"][0] = "STOPPED"
-    kept.look()
+    kept.check_groups()
     assert compute.sizes["second"] == 0
     assert "first: <HTTPError 403" in capsys.readouterr().out
 
@@ -328,13 +328,13 @@ def test_an_answer_of_googles_keeps_the_keeper_from_no_other_group(
     compute.add("second", 2)
     compute.refused, compute.answers = "first", ANSWERS[name]
     compute.groups["second"][0] = "STOPPED"
-    kept.look()
-    kept.look()
+    kept.check_groups()
+    kept.check_groups()
     assert compute.sizes["second"] == 2
     assert "first: " in capsys.readouterr().out
     compute.refused = ""
     compute.groups["first"][1] = "TERMINATED"
-    kept.look()
+    kept.check_groups()
     assert compute.sizes["first"] == 0
 
 
@@ -346,7 +346,7 @@ def test_one_host_that_google_does_not_mend_is_made_anew(compute: Compute, tmp_p
     sizes = []
     for _ in range(18):
         noted = tmp_path / "groups.json"
-        Keeper(Google(f"{compute.url}m/"), noted, lambda now=now: now).look()
+        Keeper(Google(f"{compute.url}m/"), noted, lambda now=now: now).check_groups()
         sizes.append(compute.sizes["east"])
         now += 60.0
     assert sizes == [1] * 15 + [0, 1, 1]

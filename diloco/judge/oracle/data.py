@@ -48,7 +48,7 @@ class _Life(NamedTuple):
 
 @dataclass
 class _Sent:
-    """What one life of a learner has sent of one fragment.
+    """The updates of one fragment that one life of a learner has sent.
 
     Attributes:
         seq: number of its newest update, whose `position` and `base_version` follow.

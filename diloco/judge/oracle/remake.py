@@ -72,7 +72,7 @@ class BlockGrid(NamedTuple):
     centered: bool = False
 
     def blocks(self, values_S: npt.NDArray[Any]) -> Vector:
-        """Returns, float32 [B], for each block its segment's value."""
+        """Returns the value of each block's segment, float32 [B], from the values of segments, [S]."""
         return values_S.astype(np.float32)[self.segment_B]
 
 

@@ -301,9 +301,13 @@ def _positions(segments_BxL: jax.Array) -> jax.Array:
 
 
 def turns_of(rope: Rope, width: int, positions_BxL: jax.Array, compute: Compute) -> Turns:
-    """Returns the rotation of `width` numbers of a head at each position.
+    """Returns the rotary embedding of each position: cosines and sines times `rope.amplitude`.
 
-    The result has cosines and sines multiplied by `rope.amplitude`.
+    Args:
+        rope: the frequencies and the amplitude.
+        width: K, how many of a head's elements are rotated; the results are [B, L, K/2].
+        positions_BxL: the position of each token in its document.
+        compute: the dtype of the angles.
     """
     frequencies_K2 = rope.frequencies(width)
     angles_BxLxK2 = positions_BxL[..., None].astype(compute.wide) * frequencies_K2

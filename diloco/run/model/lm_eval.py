@@ -33,7 +33,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLI
 
 
 class LmEval(NamedTuple):
-    """What lm_eval scores, and by which Python.
+    """The tasks that lm_eval scores, and the Python that runs it.
 
     Attributes:
         files: task files of lm_eval, YAML; each defines a task or a group.
