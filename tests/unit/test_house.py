@@ -77,7 +77,8 @@ def imported(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module
+            assert node.level == 0
+            assert node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 

@@ -180,7 +180,7 @@ class Bundle:
             yield self.content(piece.frame_at)["data"]
 
     def read(self, whole: Whole, start: int, stop: int) -> bytes:
-        """Returns the bytes [start, stop) of an object or a file, which its entry in the index names."""
+        """Returns the bytes [start, stop) of an object or a file, given by its entry."""
         found = []
         for piece in whole.pieces:
             if piece.start < stop and piece.stop > start:

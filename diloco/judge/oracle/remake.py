@@ -72,7 +72,7 @@ class BlockGrid(NamedTuple):
     centered: bool = False
 
     def blocks(self, values_S: npt.NDArray[Any]) -> Vector:
-        """Returns the value of each block's segment, float32 [B], from the values of segments, [S]."""
+        """Returns the value of each block's segment, float32 [B], given those of segments, [S]."""
         return values_S.astype(np.float32)[self.segment_B]
 
 
