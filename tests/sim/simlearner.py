@@ -34,7 +34,7 @@ from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer
 from diloco.learner.wire.claims import LOOK_S, Claims
 from diloco.learner.wire.fetch_versions import Receiver, VersionFetcher, load, start_at
 from diloco.learner.wire.incarnation import (
-    Joined,
+    Membership,
     end_when_superseded,
     join,
 )
@@ -226,7 +226,7 @@ class SimLearner:
         self,
         context: LearnerContext,
         background: SimBackground,
-        life: Joined,
+        life: Membership,
         place: ResumePosition,
     ) -> SimClaims:
         """Returns the life's claims to shares of the data; they are divided only if the world's are."""
@@ -242,7 +242,7 @@ class SimLearner:
             claims.divide(self.world.sizes)
         return claims
 
-    async def _end_when_superseded(self, context: LearnerContext, life: Joined) -> None:
+    async def _end_when_superseded(self, context: LearnerContext, life: Membership) -> None:
         """End the process once a newer one has its name, or its life has expired."""
         try:
             await end_when_superseded(context, life)
