@@ -180,9 +180,7 @@ def _of_learner(one: LearnerStatus, *, whole: bool, stopped: bool) -> Iterator[F
     elif one.left or stopped:
         how = "took part to the end" if one.finished else f"has left{_its_least(one)}"
         if one.merged or not whole:
-            # Nobody says whether all of its hosts were to end, or too few slices are left.
-            waits = one.slices is not None and one.slices.least > 1 and not one.finished
-            yield one.told(how, severity="note" if waits else "ok")
+            yield one.told(how, severity="ok")
         else:
             yield one.told(f"{how}, and nothing of it was merged", severity="note")
     elif one.state == "training":
@@ -222,7 +220,7 @@ def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
         why = f"silent {since}, and has not left the run{_its_least(one)}"
         advice = "check whether its process runs and reaches NATS; start it again if not"
         yield one.told(why, advice, FEWER_SLICES if one.slices else LAGGING_LEARNER)
-    if not (one.silent or one.left or one.failed or stopped):
+    if (one.left or not one.silent) and not (one.failed or stopped):
         yield from _of_its_slices(one)
     yield from _of_its_state(one)
     yield from _of_little_use(one)
@@ -240,11 +238,20 @@ def _its_least(one: LearnerStatus) -> str:
 
 
 def _of_its_slices(one: LearnerStatus) -> Iterator[Finding]:
-    """Yields the finding that a learner has trained with fewer slices than it has for long."""
-    if one.slices is not None and one.slices.fewer_s > FEWER_S:
+    """Yields the finding that a learner has trained for long with fewer slices than it has.
+
+    Whether one that left was to end, or only has too few slices, nobody says: if it trains with one
+    slice, it was to end.
+    """
+    if one.slices is None or one.slices.fewer_s <= FEWER_S:
+        return
+    advice = "see which of its hosts are away, and start them again"
+    if not one.left:
         why = f"trains with {one.slices_said} slices, for {age(one.slices.fewer_s)}"
-        advice = "see which of its hosts are away, and start them again"
         yield one.told(why, advice, FEWER_SLICES)
+    elif one.slices.least > 1:
+        why = f"has left, {age(one.slices.fewer_s)} ago{_its_least(one)}"
+        yield one.told(why, f"if it was not to end, {advice}", FEWER_SLICES)
 
 
 def _of_its_state(one: LearnerStatus) -> Iterator[Finding]:

@@ -121,12 +121,14 @@ def learner_status(
         step_s=step_times(known.told_s, known.took_s),
         sent_s=moment.until_s - sent_at_s if sent_at_s else None,
         missed=min((one.missed for one in current), default=0),
-        slices=_slices(known, moment.until_s, trains=not (silent or left or failed)),
+        slices=_slices(known, moment.until_s, left=left, trains=not (silent or left or failed)),
     )
 
 
-def _slices(known: LearnerHistory, until_s: float, *, trains: bool) -> SlicesStatus | None:
-    found, from_s = known.slices, known.fewer_from_s
+def _slices(
+    known: LearnerHistory, until_s: float, *, left: bool, trains: bool
+) -> SlicesStatus | None:
+    found, from_s = known.slices, known.left_at_s if left else known.fewer_from_s
     if found is None:
         return None
     return SlicesStatus(

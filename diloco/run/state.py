@@ -196,7 +196,8 @@ class SlicesStatus:
     Attributes:
         present: slices that train; 0 of a learner that is silent, has failed or has left.
         given: slices that it has; `least`: the fewest with which it trains.
-        fewer_s: seconds for which it has trained with fewer than `given`; 0: it has all of them.
+        fewer_s: seconds for which it has trained with fewer than `given`, or since it has left; 0:
+            it has all of them.
     """
 
     present: int

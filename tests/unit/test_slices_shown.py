@@ -133,10 +133,15 @@ def test_a_silent_learner_of_slices_is_told_with_how_many_it_trains() -> None:
     assert "0 of 4" in picture_of(known, 500.0)
 
 
-def test_a_learner_that_left_may_lack_slices() -> None:
-    (found,) = told(seen((0.0, (3, 4, 3)), left=True), 5000.0)
-    assert found.severity == "note"
-    assert "it has 4 slices, and trains with 3 or more" in found.sentence
+def test_a_learner_that_left_long_ago_may_lack_slices() -> None:
+    known = seen((10.0, (3, 4, 3)), left=True)
+    assert [one.severity for one in told(known, 600.0) if one.runbook] == []
+    (found,) = told(known, 1300.0)
+    assert (found.severity, found.runbook) == ("warning", FEWER_SLICES)
+    assert found.sentence == "has left, 22 min ago; it has 4 slices, and trains with 3 or more"
+    assert found.advice.startswith("if it was not to end, ")
+    # One that trains with any slice has none left: it was to end.
+    assert [one.runbook for one in told(seen((10.0, (3, 4, 1)), left=True), 1300.0)] == [None]
 
 
 def test_slices_that_are_lost_are_no_crash_loop_and_other_ends_are() -> None:
