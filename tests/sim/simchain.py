@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from simtensors import TOKENS, Covers
+from simtensors import Covers
 
 from diloco.common.protocol import wire
 from diloco.common.storage.tape import by_learner
@@ -233,12 +233,12 @@ class Chain:
             hold(same, "digests", self.about, f"is not version {record.restored_version}")
 
 
-def check_covers(manifest: wire.Manifest, covers: Covers) -> None:
-    """Checks that an update covers the steps that its manifest claims."""
+def check_covers(manifest: wire.Manifest, covers: Covers, tokens: int) -> None:
+    """Checks that an update covers the steps that its manifest claims, which had so many tokens."""
     right = (
         f"learner-{covers.learner}" == manifest.learner
         and covers.stop - covers.start == manifest.steps
-        and manifest.tokens == manifest.steps * TOKENS
+        and manifest.tokens == tokens
         and manifest.position >= covers.stop
     )
     if not right:

@@ -5,7 +5,7 @@ the contents of the broker and the store; it relies on no actor. The first broke
 simulation as a `Violation`.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from simgarbage import GarbageChecker
 from simoracle import OracleOfTapes
 from simshares import Batches
 from simstore import SoundObjects
-from simtensors import Covers, Light
+from simtensors import TOKENS, Covers, Light
 
 from diloco.common.protocol import names, shards, wire
 from diloco.common.protocol.errors import DilocoError, WireError
@@ -48,6 +48,8 @@ class Checkers:
         self.joined: dict[str, int] = {}
         # Data positions of the newest updates, by learner and life.
         self.sent_at: dict[tuple[str, int], int] = {}
+        # By life of several slices: the tokens of each step, by its data position.
+        self.trained: defaultdict[tuple[str, int], dict[int, int]] = defaultdict(dict)
         self.stopped = False
         self.end_seq = 0
         self.adopted: dict[tuple[str, int, int], str] = {}
@@ -233,8 +235,15 @@ class Checkers:
                     return Covers(learner, manifest.position, manifest.position)
                 raise Violation("objects", str(update), f"no {entry.name}")
         covers = world.tensors.covers(self._stored, manifest, world.layout.block)
-        check_covers(manifest, covers)
+        check_covers(manifest, covers, self._tokens(update, covers))
         return covers
+
+    def _tokens(self, update: UpdateId, covers: Covers) -> int:
+        """Returns the tokens that a life has really trained in the steps of an update."""
+        trained = self.trained.get((update.learner, update.incarnation))
+        if trained is None:
+            return TOKENS * (covers.stop - covers.start)
+        return sum(trained[position] for position in range(covers.start, covers.stop))
 
     def _on_record(self, message: Message) -> None:
         record = self._read(message)
@@ -352,6 +361,10 @@ class Checkers:
             self._world.fail(Violation("view", about, f"is not {digest}"))
         if fragment in self.let_go and life.epoch == self.epoch:
             self.let_go[fragment].adopt(life, ready, position)
+
+    def on_trained(self, life: Life, position: int, tokens: int) -> None:
+        """Note how many tokens a life of several slices trains in the step at this data position."""
+        self.trained[life.learner, life.incarnation][position] = tokens
 
     def on_stepped(self, learner: str, waited_s: float) -> None:
         """Checks that a learner's step did not wait for any other process."""

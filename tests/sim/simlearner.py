@@ -139,6 +139,7 @@ class SimLearner:
         self.hosts = hosts
         self.life = life
         self.steps = 0
+        self.tokens_per_step = TOKENS
         self.actor: Actor | None = None
         self.leave_asked = False
         self.superseded = False
@@ -206,11 +207,11 @@ class SimLearner:
         rules = sync_rules(world.settings.sync, world.layout)
         planner = Planner(
             rules=rules, state=sync.begin(rules, starts),
-            inbox=background, tokens_per_step=TOKENS, drain_timeout_s=LEAVE_S, clock=actor.clock,
+            inbox=background, tokens_per_step=self.tokens_per_step, drain_timeout_s=LEAVE_S, clock=actor.clock,
             asked_to_leave=lambda: self.leave_asked,
         )  # fmt: skip
         synchronizer = SimSynchronizer(
-            replica=replica, position=position, tokens_per_step=TOKENS, boundaries=planner,
+            replica=replica, position=position, tokens_per_step=self.tokens_per_step, boundaries=planner,
             outbox=lambda word: background.spawn(publisher.say(word)), meter=meter,
             saver=None, clock=actor.clock, life=own,
         )  # fmt: skip
@@ -268,6 +269,11 @@ class SimLearner:
             self.world.checkers.on_batch(life, synchronizer.position, holding)
         return holding is not None
 
+    async def step(self, actor: Actor, _synchronizer: SimSynchronizer) -> None:
+        """Takes the time of a step."""
+        await asyncio.sleep(self.step_s * actor.rng.uniform(0.95, 1.05))
+        actor.check()
+
     async def _train(
         self,
         actor: Actor,
@@ -288,15 +294,14 @@ class SimLearner:
                 synchronizer.boundaries.give_up()
                 then = "hold"
                 continue
-            await asyncio.sleep(self.step_s * actor.rng.uniform(0.95, 1.05))
-            actor.check()
+            await self.step(actor, synchronizer)
             began_s = loop.now_s
             world.tensors.train(synchronizer.replica, self.index, synchronizer.position)
             synchronizer.position += 1
             self.steps += 1
             world.steps += 1
             meter.local_step += 1
-            meter.tokens += TOKENS
+            meter.tokens += self.tokens_per_step
             synchronizer.losses.stepped(None, 1.0)
             if save is not None:
                 save()

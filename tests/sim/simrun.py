@@ -23,6 +23,7 @@ from simfault_rates import CALM
 from simfaults import DrawnFaults
 from simlearner import SimLearner
 from simoperator import Operator
+from simslices import SlicedLearner
 from simtensors import Ledger, Light, Numbers
 from simtrial import Outcome, Trial, faults, settings
 from simworld import World, ended
@@ -85,7 +86,10 @@ class Scenario:
             self.world, [f"learner-{index}" for index in range(plan.learners)], self.begin
         )
         self._work: list[asyncio.Future[None]] = []
-        self.learners = [self.learner(index) for index in range(plan.learners)]
+        self.learners: list[SimLearner] = []
+        sliced = plan.has("slices")
+        self.learners += [self._sliced(0)] if sliced else []
+        self.learners += [self.learner(index) for index in range(sliced, plan.learners)]
 
     def _tensors(self) -> Light | Ledger | Numbers:
         if self.plan.dense:
@@ -107,16 +111,31 @@ class Scenario:
             return wire.RECORD_BYTES
         return self.plan.rng("bodies").choice([1, 1500, 3000])
 
-    def learner(self, index: int) -> SimLearner:
+    def _step_s(self, index: int) -> float:
         step_s = 1.0
         if self.plan.has("speeds"):
             step_s = self.plan.rng(f"speed-{index}").choice([0.5, 1.0, 1.0, 3.0])
             self.world.injected["speeds"] += step_s != 1.0
-        hosts = (1,)
+        return step_s
+
+    def learner(self, index: int) -> SimLearner:
+        hosts: tuple[int, ...] = (1,)
         if self.plan.has("meshes") or self.plan.has("host_loss"):
             hosts = self.plan.rng(f"hosts-{index}").choice([(1,), (2,), (1, 2, 3)])
         disk = Disk(self.plan.rng(f"disk-{index}")) if self.plan.has("checkpoints") else None
+        step_s = self._step_s(index)
         return SimLearner(self.world, index, step_s=step_s, hosts=hosts, disk=disk)
+
+    def _sliced(self, index: int) -> SlicedLearner:
+        return SlicedLearner(
+            self.world,
+            index,
+            rng=self.plan.rng("learner of slices"),
+            programs=self.learners,
+            opened=self.opened,
+            is_calm=lambda: self.calm,
+            step_s=self._step_s(index),
+        )
 
     def begin(self, actor: Actor) -> None:
         """Gives one life its faults, clock and release."""

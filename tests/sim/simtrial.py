@@ -78,13 +78,14 @@ WORLDS = (
     "crash_loop",
     "bad_machine",
     "together",
+    "slices",
 )
 FULL = (*KINDS, *WORLDS)
 CODECS = ("float32", "bfloat16", "int8", "int4")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 # Kinds in a sixteenth of full worlds: production arithmetic and many versions cost time, and a tape
-# that has lost messages cannot be checked any more.
-RARE, RARELY = ("numbers", "tail_lost", "together"), 0.125
+# that has lost messages cannot be checked any more. An eighth of full worlds have a learner of slices.
+RARE = {"numbers": 0.125, "tail_lost": 0.125, "together": 0.125, "slices": 0.25}
 
 # The most honest learners: the next name is the liar's.
 MOST = LIAR_INDEX
@@ -137,7 +138,7 @@ class Trial:
         """Whether this seed has a kind of fault: half of all seeds do, fewer for the `RARE` kinds."""
         if kind not in self.kinds or self.rng(f"has-{kind}").random() >= 0.5:
             return False
-        return kind not in RARE or self.rng(kind).random() < RARELY
+        return kind not in RARE or self.rng(kind).random() < RARE[kind]
 
 
 @dataclass

@@ -21,9 +21,11 @@ from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.errors import AccessDeniedError, StoreUnavailableError, WireError
 from diloco.common.storage.tape import data_position, last_record, read_record
+from diloco.learner.core import formation
 from diloco.learner.core.events import (
     sync_rules,
 )
+from diloco.learner.island import task_of_slices
 from diloco.learner.tensors.checkpoint import PartFolder
 from diloco.learner.wire.fetch_versions import Receiver
 from diloco.learner.wire.resume_position import ResumePosition
@@ -383,6 +385,27 @@ def settings_of_the_past():
     return mock.patch.object(Conductor, "_change", forgets)
 
 
+def tokens_of_absent_slices():
+    """A learner counts the tokens of all slices that its settings give, also of those that are lost."""
+
+    def all_slices(task, batch, section, mesh):
+        share = task_of_slices(task, batch, section, mesh)
+        return share if section.keep_batch else task
+
+    return mock.patch("simslices.task_of_slices", all_slices)
+
+
+def formation_beside_formation():
+    """A supervisor leaves the process of an earlier formation when another one begins."""
+    obeying = formation._obeying
+
+    def leave_it(*arguments):
+        state, actions = obeying(*arguments)
+        return state, tuple(one for one in actions if not isinstance(one, formation.Kill))
+
+    return mock.patch("diloco.learner.core.formation._obeying", leave_it)
+
+
 # Of each: the kinds of faults that find it, if not those of light seeds; and the rules it breaks.
 BUGS = {
     # Beside a newer life for ever, it may hide how far that one got.
@@ -422,6 +445,8 @@ BUGS = {
     deaf_to_pauses: (("life",), {"paused"}),
     settings_of_the_past: (("life", "redelivered"), {"oracle-stop", "ends"}),
     length_of_the_beginning: (("life",), {"oracle-stop"}),
+    tokens_of_absent_slices: (("slices",), {"data"}),
+    formation_beside_formation: (("slices",), {"slices"}),
     no_answer_taken_for_one: (
         ("power_cut", "store_lost_answer", "crash"),
         {"objects", "rejected", "stopped", "breaks", "garbage"},
