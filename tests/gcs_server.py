@@ -82,7 +82,7 @@ class Fault:
     stall_s: float = 3600.0
 
 
-class StoredObject(NamedTuple):
+class BucketObject(NamedTuple):
     """An object's metadata; its bytes are in the file `path`."""
 
     bucket: str
@@ -185,9 +185,9 @@ class GcsServer:
         self.before_finish: Callable[[str], object] = lambda _name: None
         (folder / "objects").mkdir(parents=True, exist_ok=True)
         (folder / "uploads").mkdir(exist_ok=True)
-        self._objects: dict[tuple[str, str], StoredObject] = {}
+        self._objects: dict[tuple[str, str], BucketObject] = {}
         for path in (folder / "objects").glob("*.json"):
-            stored = StoredObject(**json.loads(path.read_text()))
+            stored = BucketObject(**json.loads(path.read_text()))
             self._objects[stored.bucket, stored.name] = stored
         self._last_generation = max((o.generation for o in self._objects.values()), default=0)
         self._http = _Http((host, port), _Handler)
@@ -237,7 +237,7 @@ class GcsServer:
         if bucket not in self.buckets:
             raise RefusedError(404, "notFound", "The specified bucket does not exist.")
 
-    def find(self, bucket: str, name: str, generation: str | None = None) -> StoredObject:
+    def find(self, bucket: str, name: str, generation: str | None = None) -> BucketObject:
         self.check_bucket(bucket)
         with self._lock:
             stored = self._objects.get((bucket, name))
@@ -245,7 +245,7 @@ class GcsServer:
             raise RefusedError(404, "notFound", f"No such object: {bucket}/{name}")
         return stored
 
-    def list(self, bucket: str, prefix: str) -> list[StoredObject]:
+    def list(self, bucket: str, prefix: str) -> list[BucketObject]:
         self.check_bucket(bucket)
         with self._lock:
             found = [o for o in self._objects.values() if o.bucket == bucket]
@@ -269,7 +269,7 @@ class GcsServer:
 
     def commit(
         self, bucket: str, metadata: dict[str, Any], query: dict[str, str], data: Path, crc: int
-    ) -> StoredObject:
+    ) -> BucketObject:
         """Make the file `data` an object."""
         actual, stated, name = encode_crc32c(crc), metadata.get("crc32c"), metadata["name"]
         if stated is not None and stated != actual:
@@ -284,7 +284,7 @@ class GcsServer:
             self._last_generation = max(self._last_generation + 1, time.time_ns() // 1000)
             path = self._folder / "objects" / secrets.token_hex(16)
             data.rename(path)
-            stored = StoredObject(
+            stored = BucketObject(
                 bucket,
                 name,
                 path.stat().st_size,
@@ -302,7 +302,7 @@ class GcsServer:
             self.path(before).unlink()
         return stored
 
-    def copy(self, stored: StoredObject, bucket: str, name: str) -> StoredObject:
+    def copy(self, stored: BucketObject, bucket: str, name: str) -> BucketObject:
         """The same bytes under another name."""
         self.check_bucket(bucket)
         with self._lock:
@@ -324,7 +324,7 @@ class GcsServer:
                 self._record(bucket, name).unlink()
                 self.path(stored).unlink()
 
-    def path(self, stored: StoredObject) -> Path:
+    def path(self, stored: BucketObject) -> Path:
         return self._folder / "objects" / stored.path
 
     def _record(self, bucket: str, name: str) -> Path:
@@ -348,7 +348,7 @@ class GcsServer:
             raise RefusedError(404, "notFound", "Upload session not found.")
         return path, json.loads(path.with_suffix(".json").read_text())
 
-    def close_upload(self, path: Path, record: dict[str, Any]) -> StoredObject:
+    def close_upload(self, path: Path, record: dict[str, Any]) -> BucketObject:
         """Make an upload an object; the finished session goes on answering with it."""
         bucket, metadata, query = record["bucket"], record["metadata"], record["query"]
         session = path.with_suffix(".json")
@@ -359,7 +359,7 @@ class GcsServer:
         except RefusedError:
             path.unlink(missing_ok=True)
             if self.hasty:
-                claimed = StoredObject(bucket, metadata["name"], size, crc, 1, "")
+                claimed = BucketObject(bucket, metadata["name"], size, crc, 1, "")
                 session.write_text(json.dumps({**record, "stored": claimed._asdict()}))
             else:
                 session.unlink()
@@ -597,7 +597,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _continue_session(self, path: Path, record: dict[str, Any]) -> None:
         if "stored" in record:
             self._drain()
-            self._answer(200, _resource(StoredObject(**record["stored"])))
+            self._answer(200, _resource(BucketObject(**record["stored"])))
             return
         span, _, total = self.headers["Content-Range"].removeprefix("bytes ").partition("/")
         have = path.stat().st_size
@@ -640,7 +640,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Downloads and lists.
 
-    def _download(self, stored: StoredObject) -> None:
+    def _download(self, stored: BucketObject) -> None:
         start, stop, status = 0, stored.size, 200
         asked = self.headers.get("Range")
         headers = {
@@ -738,7 +738,7 @@ def _flipped(piece: bytes, at: int) -> bytes:
     return piece[:at] + bytes([piece[at] ^ 1]) + piece[at + 1 :]
 
 
-def _resource(stored: StoredObject) -> dict[str, Any]:
+def _resource(stored: BucketObject) -> dict[str, Any]:
     """An object as the service describes it; servers that write protobuf leave out what is 0."""
     resource = {
         "kind": "storage#object",

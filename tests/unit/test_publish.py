@@ -32,7 +32,7 @@ LIKE = {name: np.zeros(32, np.float32) for name in NAMES}
 VIEWS = [np.zeros(32, np.float32)] * 2
 
 
-class HeldBus(MemoryBus):
+class PausedBus(MemoryBus):
     """Manifests wait in `held` until they are let go."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ async def settle(*tasks):
 
 def test_no_manifest_comes_behind_a_newer_one_of_its_fragment(run_async):
     async def scenario():
-        bus = HeldBus()
+        bus = PausedBus()
         await bus.create_stream("diloco-r", names.tape_subjects("r"), StreamLimits())
         publisher = await make_publisher(bus)
         first = asyncio.ensure_future(publisher.send(outgoing(1)))

@@ -395,7 +395,7 @@ class Followed:
         return [(ready.version, type(payload.tensors)) for ready, payload in self.readies]
 
 
-class HeldBus:
+class PausedBus:
     """A bus whose readers get no message of records behind `until_seq`, until it is moved."""
 
     def __init__(self, bus) -> None:
@@ -414,7 +414,7 @@ class HeldBus:
             yield message
 
 
-class ClockAheadBus(HeldBus):
+class ClockAheadBus(PausedBus):
     """A bus whose server's clock is two hours ahead; its records take `took_s` to a reader."""
 
     def __init__(self, bus) -> None:
@@ -477,7 +477,7 @@ def test_a_learner_that_misses_an_object_goes_on_with_the_newest_view(run_async,
 
     async def scenario() -> None:
         lab = await made(1)
-        held = HeldBus(lab.bus)
+        held = PausedBus(lab.bus)
         followed = Followed(lab, held)
         await followed.load()
         await more(lab, SNAPSHOT_EVERY)  # versions 2 to 4, with the snapshot 3
@@ -514,7 +514,7 @@ def test_a_reload_of_the_view_that_is_adopted_brings_nothing(run_async, monkeypa
 
     async def scenario() -> None:
         lab = await made(1)
-        held = HeldBus(lab.bus)
+        held = PausedBus(lab.bus)
         followed = Followed(lab, held)
         await followed.load()
         async with lab.aggregating():
@@ -539,7 +539,7 @@ def test_a_reload_takes_nothing_older_than_the_record_that_called_for_it(run_asy
     async def scenario() -> None:
         lab = await made(1)
         stale = await lab.bus.last(lab.context.tape, names.record(RUN, 0))
-        held = HeldBus(StaleBus(lab, stale, answers_to=names.record(RUN, 0)))
+        held = PausedBus(StaleBus(lab, stale, answers_to=names.record(RUN, 0)))
         followed = Followed(lab)
         await followed.load()
         followed = Followed(lab, held, of=followed)
@@ -685,7 +685,7 @@ def held_bytes(payload: Decoded) -> int:
 def test_objects_that_were_lost_take_no_room_from_later_versions(run_async):
     async def scenario() -> None:
         lab = await made(1)
-        held = HeldBus(lab.bus)
+        held = PausedBus(lab.bus)
         followed = Followed(lab, held)
         await followed.load()
         newest = 1

@@ -15,7 +15,7 @@ import diloco
 from diloco.common.protocol.errors import ConfigError
 
 pytest.importorskip("pyarrow", reason="locks/arrow.lock is not installed")
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "look_into_a_run.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "who_spoiled_a_run.ipynb"
 
 
 @pytest.fixture(scope="module")
