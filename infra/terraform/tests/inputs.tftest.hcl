@@ -545,6 +545,16 @@ run "metrics_where_machines_answer" {
   expect_failures = [var.metrics_port]
 }
 
+run "metrics_where_supervisors_listen" {
+  command = plan
+
+  variables {
+    metrics_port = 9466
+    learners     = { central = { zone = "us-central1-a", kind = "v5p", chips = 4, slices = 2 } }
+  }
+  expect_failures = [var.metrics_port]
+}
+
 run "a_site_that_its_learner_is_not_named_after" {
   command = plan
 
