@@ -396,7 +396,7 @@ def _judging(
             return _closed(state, formation)
         state = _closing(state, formation, gone | failed, now_s)
         superseded = Exit.SUPERSEDED in ended_with.values()
-        return _superseded(rules, state, present, now_s) if superseded else state
+        return _superseded(rules, state, present, formation, now_s) if superseded else state
     if now_s - state.formed_s >= SOUND_S:
         state = replace(state, strikes={})
     if ended_with:
@@ -458,14 +458,27 @@ def _is_to_blame(status: int) -> bool:
 
 
 def _superseded(
-    rules: FormationRules, state: Agreement, present: Mapping[int, HostReport], now_s: float
+    rules: FormationRules,
+    state: Agreement,
+    present: Mapping[int, HostReport],
+    formation: Formation | None,
+    now_s: float,
 ) -> Agreement:
-    """Returns the state after the training processes of the hosts that are there were superseded.
+    """Returns the state after a formation's training processes were superseded.
 
-    If all hosts are there, another learner has this learner's name, and this one ends.
+    If it had all slices and all hosts are there, another learner has this learner's name, and this
+    one ends. If it had fewer, a group that was cut off may have superseded it, and is heard again.
+
+    Args:
+        rules: the constants.
+        state: the state before.
+        present: the reports of the hosts that are there.
+        formation: the formation; None: a newer one is known.
+        now_s: the time.
     """
     if len(present) == rules.slices * rules.hosts:
-        return replace(state, me=state.me._replace(over=True))
+        whole = formation is not None and len(formation.slices) == rules.slices
+        return replace(state, me=state.me._replace(over=True)) if whole else state
     until_s = now_s + LONGEST_OUT_S
     return replace(state, alone=frozenset(present), alone_until_s=until_s)
 
@@ -555,9 +568,13 @@ def _obeying(
     process = state.me.process
     if process.phase == "ended" and (status := _final_status(state)) is not None:
         if status == Exit.SUPERSEDED and not state.me.over:
-            state = _superseded(rules, state, present, now_s)
-            if not state.me.over:
+            known = state.me.formation
+            its_own = known if known and known.number == process.formation else None
+            state = _superseded(rules, state, present, its_own, now_s)
+            if state.alone:
                 return _without_process(state), ()
+            if not state.me.over:
+                return state, ()  # Until the leader has seen it, and another formation begins.
         if now_s - state.ended_s >= rules.grace_s:
             return state, (Finish(status),)
         return state, ()

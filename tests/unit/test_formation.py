@@ -422,11 +422,14 @@ FAULTS = st.lists(
 LEFT_OUT = [("leave", 0, 0, 0.75), ("kill", 0, 0, 0.0)]
 # A leader that is lost after it has asked the others to regroup.
 LEADER_LOST = [("fail", 0, 0, 6.0), ("kill", 0, 0, 1.0)]
+# Two groups hear each other again when one has just superseded the other.
+SUPERSEDED_BY_ITS_OWN = [("cut", 0, 1, 5.25)]
 
 
 @settings(max_examples=150, deadline=None)
 @example(LEFT_OUT, (3, 2))
 @example(LEADER_LOST, (2, 1))
+@example(SUPERSEDED_BY_ITS_OWN, (2, 1))
 @given(FAULTS, st.sampled_from([(2, 1), (4, 2), (3, 2)]))
 def test_after_any_faults_all_slices_train_again(faults, shape):
     slices, hosts = shape
