@@ -48,7 +48,8 @@ def supervisor(world, config, host):
 def again(world, process):
     """The same supervisor, as systemd would start it."""
     world.processes.remove(process)
-    return world.start(process.log_path.stem.rpartition("-")[0], *process.arguments)
+    # Another name each time: logs are numbered by the processes that there are.
+    return world.start(f"{process.log_path.stem}-again", *process.arguments)
 
 
 def training(process) -> list[psutil.Process]:
