@@ -9,9 +9,6 @@ moved, left out, or shown as part of another checkpoint.
 import os
 from pathlib import Path
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
 from diloco.common.protocol.errors import CheckpointError, ConfigError
 
 MAGIC = b"diloco sealed checkpoint 1\n"
@@ -57,6 +54,8 @@ def seal(key: bytes, data: bytes, about: str) -> bytes:
         data: the bytes.
         about: the name under which `opened` must be asked for them.
     """
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
     cipher, chunks = AESGCM(key), _chunks(len(data))
     sealed = [MAGIC]
     for index in range(chunks):
@@ -84,6 +83,9 @@ def opened(key: bytes | None, data: bytes, about: str) -> bytes:
         return data
     if not data.startswith(MAGIC):
         raise CheckpointError("it is not encrypted, though learner.checkpoint_key is set")
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
     body = memoryview(data)[len(MAGIC) :]
     step = CHUNK_BYTES + _CHUNK_OVERHEAD
     chunks = max(1, -(-len(body) // step))
