@@ -447,6 +447,8 @@ def _ended_with(
                 continue
             if report.process.phase == "ended":
                 yield host, report.process.status
+            elif report.process.phase == "none":  # Its host has given it up.
+                yield host, int(Exit.PASSING)
 
 
 def _is_to_blame(status: int) -> bool:

@@ -114,3 +114,8 @@ def test_a_seed_repeats_itself():
 
     assert story(7) == story(7)
     assert story(7) != story(8)
+
+
+def test_a_formation_whose_process_was_given_up_is_over():
+    """Its host led alone since, and waited for it for ever."""
+    assert simulate(Trial(seed=96, kinds=("slices",))).violation is None
