@@ -67,11 +67,14 @@ def asked(runs, capsys):
 def test_the_bad_learner_is_named_with_its_first_bad_update(asked, kind):
     found = json.loads(asked(kind, blame=True, json=True))
     first, *others = found["learners"]
-    assert (first["learner"], [one["word"] for one in others]) == (spoiled.CULPRIT, ["helpful"] * 3)
+    assert (first["learner"], [one["conclusion"] for one in others]) == (
+        spoiled.CULPRIT,
+        ["helpful"] * 3,
+    )
     # Of all their updates, and not of a stretch in which they did little: no harm to be read there.
     assert all(one["alone"] < 0 for one in others)
     # Of so little noise as this nobody is sure: by its direction its sender is named (`test_fleet`).
-    assert first["word"] == ("unclear" if kind == "noise" else "harmful")
+    assert first["conclusion"] == ("unclear" if kind == "noise" else "harmful")
     if kind != "noise":
         # Version 0 is the first parameters: the first spoiled round makes this one.
         assert first["since"]["version"] == spoiled.SPOILED_FROM[kind.split()[0]] + 1
