@@ -130,6 +130,8 @@ class Batches:
         if word.what == "end":
             self._injected["expiry"] += word.incarnation in self._expiries
             self._check_end(word.learner, word.incarnation, word.position)
+        elif word.incarnation != self._newest.get(word.learner):
+            return  # An aggregator has ended the life: its end says what is lost, and this is void.
         orderly = word.what == "end" and word.incarnation not in self._expiries
         lost = [0 if orderly else self._lost(word, fragment) for fragment in self._fragments]
         self._injected["work_lost"] += any(lost)
