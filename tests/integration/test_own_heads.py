@@ -5,11 +5,17 @@ import shutil
 import numpy as np
 import tomli_w
 from audit import read_tape
-from harness import World
+from harness import ENDLESS, Process, World
 from safetensors.numpy import load_file
 
 SLEEP_S = 0.01
-STEPS = 500
+# After so many steps each head fits its learner's data.
+STEPS = 400
+
+
+def steps_of(process: Process) -> int:
+    """The steps of a learner's newest checkpoint."""
+    return max((saved["local_step"] for saved in process.events("checkpoint_saved")), default=0)
 
 
 def export(world: World, name: str, *words: str, config: str = "") -> dict[str, np.ndarray]:
@@ -22,7 +28,7 @@ def export(world: World, name: str, *words: str, config: str = "") -> dict[str, 
 def test_each_learner_keeps_its_own_head_beside_one_body(new_world):
     key = "0123456789abcdef" * 4
     world = new_world(
-        run={"steps": STEPS},
+        run=ENDLESS,
         task={"build": "private_task:build", "options": {"sleep_s": SLEEP_S}},
         outer={"optimizer": "sgd", "learning_rate": 1.0},
         sync={"codec": "float32", "delta_codec": "float32", "fragments": 1},
@@ -44,6 +50,9 @@ def test_each_learner_keeps_its_own_head_beside_one_body(new_world):
     (restored,) = world.until(lambda: a.events("checkpoint_restored"), "a restores its head")
     assert restored["where"] == "store"
     assert restored["local_step"] > 0
+    for process in (a, b):
+        world.until(lambda p=process: steps_of(p) >= STEPS, "both have trained")
+    world.stop()
     assert [process.wait() for process in (a, b, aggregator)] == [0, 0, 0]
 
     # Only the body is on the tape.
