@@ -118,9 +118,24 @@ def render_credentials(credentials: Credentials) -> str:
     return head + tomli_w.dumps(credentials.model_dump(exclude_defaults=True))
 
 
-def _forbidden(status: os.stat_result) -> int:
-    """Returns the mode bits that a secret must not have; root may permit a group to read it."""
-    return 0o037 if status.st_uid == 0 and status.st_gid != 0 else 0o077
+def check_secret(what: str, path: Path, status: os.stat_result, otherwise: str) -> None:
+    """Checks that nobody else can read a secret's file; root may permit a group to read it.
+
+    Args:
+        what: the file, as the error begins.
+        path: its path.
+        status: its status.
+        otherwise: what to do where others may have read it, for the hint.
+
+    Raises:
+        ConfigError: others can read it.
+    """
+    forbidden = 0o037 if status.st_uid == 0 and status.st_gid != 0 else 0o077
+    if status.st_mode & forbidden:
+        raise ConfigError(
+            f"{what} {str(path)!r} has mode {status.st_mode & 0o777:04o}: others can read it",
+            hint=f"chmod 600 {path}; {otherwise}",
+        )
 
 
 def load_credentials(path: Path) -> Credentials | None:
@@ -146,12 +161,12 @@ def load_credentials(path: Path) -> Credentials | None:
             hint="make it with diloco auth, bring it there with mode 0600, and start the unit "
             "again: runbooks/credentials.md",
         )
-    if status.st_mode & _forbidden(status):
-        raise ConfigError(
-            f"the credentials file {str(path)!r} has mode {status.st_mode & 0o777:04o}: "
-            "others can read it",
-            hint=f"chmod 600 {path}; if others may have read it, revoke it and create another",
-        )
+    check_secret(
+        "the credentials file",
+        path,
+        status,
+        "if others may have read it, revoke it and create another",
+    )
     if "-----BEGIN NATS USER JWT-----" in text:
         return None
     try:

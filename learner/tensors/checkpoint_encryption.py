@@ -9,6 +9,7 @@ moved, left out, or shown as part of another checkpoint.
 import os
 from pathlib import Path
 
+from diloco.common.process.credentials import check_secret
 from diloco.common.protocol.errors import CheckpointError, ConfigError
 
 MAGIC = b"diloco sealed checkpoint 1\n"
@@ -22,9 +23,10 @@ def read_key(path: str) -> bytes:
     """Returns the key in a file of 64 hexadecimal digits, uint8 [32].
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read, others can read it, or it holds something else.
     """
     try:
+        status = Path(path).stat()
         key = bytes.fromhex(Path(path).read_text(encoding="ascii").strip())
     except OSError as error:
         raise ConfigError(
@@ -35,9 +37,11 @@ def read_key(path: str) -> bytes:
     if len(key) != KEY_BYTES:
         raise ConfigError(
             f"learner.checkpoint_key: {path!r} must hold {2 * KEY_BYTES} hexadecimal digits",
-            hint="make one: openssl rand -hex 32 > FILE; and keep a copy, as nothing else opens"
-            " the uploads",
+            hint="make one: (umask 077; openssl rand -hex 32 > FILE); and keep a copy, as nothing"
+            " else opens the uploads",
         )
+    again = "if others may have read it, delete the uploads and make another"
+    check_secret("learner.checkpoint_key:", Path(path), status, again)
     return key
 
 

@@ -40,6 +40,7 @@ def test_each_learner_keeps_its_own_head_beside_one_body(new_world):
         },
     )
     (world.folder / "key").write_text(key + "\n")
+    (world.folder / "key").chmod(0o600)
     aggregator, b = world.aggregator(), world.learner("b")
     a = world.learner("a")
     world.until(lambda: len(a.events("checkpoint_uploaded")) > 5, "checkpoints are uploaded")

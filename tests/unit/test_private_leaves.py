@@ -100,6 +100,17 @@ def test_a_file_that_is_no_key_is_named(tmp_path, text):
         encryption.read_key(str(tmp_path / "none"))
 
 
+def test_a_key_that_others_can_read_is_refused(tmp_path):
+    path = tmp_path / "key"
+    path.write_text(KEY.hex() + "\n")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="has mode 0644: others can read it") as caught:
+        encryption.read_key(str(path))
+    assert "chmod 600" in caught.value.hint
+    path.chmod(0o600)
+    assert encryption.read_key(str(path)) == KEY
+
+
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(encryption, "CHUNK_BYTES", 7)
