@@ -1,6 +1,7 @@
 """Trainers of transformers and Lightning in a run, the real ones: `make test-extras`."""
 
 import json
+import signal
 import threading
 from pathlib import Path
 
@@ -38,13 +39,28 @@ SYNC = {"interval_steps": 8, "fragments": 3, "block": 16, "min_steps": 3}
 
 
 def begin(world, model=trainers.model):
-    """Create the run of a tiny model, GPT-2 if no other is given, without a task; start its owner."""
+    """Create the run of a tiny model, GPT-2 if no other is given, without a task."""
     del world.document["task"]
     world.document["sync"] = SYNC
     world.variant("run", {})
     diloco.torch.create(world.config_path, model())
-    world.aggregator()
     return world
+
+
+def own_once_joined(world, *learners):
+    """Start the owner once all have joined: a run of seconds would else end without who is late."""
+    world.until(lambda: all(read_tape(world).lives(name) for name in learners), "all have joined")
+    world.aggregator()
+
+
+def kill_and_resume(world, train_a, first, other):
+    """The new process of a; b, the other one, stands still until a is there, or would end the run."""
+    first.kill()
+    other.signal(signal.SIGSTOP)
+    again, _ = train_a()
+    world.until(lambda: len(read_tape(world).lives("a")) == 2 or not again.running, "a is back")
+    other.signal(signal.SIGCONT)
+    assert again.wait() == other.wait() == 0, again.log() + other.log()
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +70,7 @@ def plain_loss(nats_server, tmp_path_factory):
     with open_world("plain", folder, nats_server.url, create=False, run=RUN, outer=OUTER) as world:
         begin(world)
         learners = [train(world, name, "plain")[0] for name in ("a", "b")]
+        own_once_joined(world, "a", "b")
         assert [learner.wait() for learner in learners] == [0, 0]
         return trainers.held_out_loss(world.config_path, trainers.model())
 
@@ -74,10 +91,9 @@ def test_two_learners_one_killed_and_resumed_from_the_trainers_own_checkpoint(
     world = begin(new_world(create=False, run=RUN, outer=OUTER))
     first, folder = train(world, "a", kind)
     other, _ = train(world, "b", kind)
+    own_once_joined(world, "a", "b")
     world.until(lambda: list(folder.glob(saved)), "a checkpoint of the trainer")
-    first.kill()
-    again, _ = train(world, "a", kind)
-    assert again.wait() == other.wait() == 0, world.processes[-1].log()
+    kill_and_resume(world, lambda: train(world, "a", kind), first, other)
     tape = read_tape(world)
     sent = [manifest for _, manifest in tape.manifests]
     assert {one.learner for one in sent} == {"a", "b"}
@@ -95,10 +111,9 @@ def test_gemma_4_trains_and_resumes(new_world):
         return world.start(name, *where, program=("gemma4_trainer",)), folder
 
     (first, folder), (other, _) = learner("a"), learner("b")
+    own_once_joined(world, "a", "b")
     world.until(lambda: list(folder.glob("checkpoint-*/trainer_state.json")), "a checkpoint")
-    first.kill()
-    again, _ = learner("a")
-    assert again.wait() == other.wait() == 0, world.processes[-1].log()
+    kill_and_resume(world, lambda: learner("a"), first, other)
     assert trainers.held_out_loss(world.config_path, gemma4_trainer.model()) < 2.0  # from 3.46
 
 
@@ -129,6 +144,7 @@ def train_ranks(world, kind, ranks=2):
 )
 def test_ranks_of_a_trainer_are_one_learner_and_resume(new_world, plain_loss, kind, saved):
     world = begin(new_world(create=False, run=RUN, outer=OUTER))
+    world.aggregator()
     first, folder = train_ranks(world, kind)
     world.until(lambda: list(folder.glob(saved)), "a checkpoint of the trainer")
     first[1].kill()
@@ -144,6 +160,7 @@ def test_ranks_of_a_trainer_are_one_learner_and_resume(new_world, plain_loss, ki
 
 def test_an_error_in_a_trainer_ends_its_process_and_the_next_life_goes_on(new_world):
     world = begin(new_world(create=False, run=RUN, outer=OUTER))
+    world.aggregator()
     (first,), _ = train_ranks(world, "raises", ranks=1)
     assert first.wait() == 1
     assert "of a user's own model" in first.log()
@@ -303,6 +320,7 @@ def test_a_resume_reads_on_behind_what_the_run_has(still, tmp_path):
 def test_the_best_model_is_the_best_of_what_all_share_and_stays(new_world, tmp_path):
     """The best by the greatest loss, which is an early version's: what was trained is better."""
     world = begin(new_world(create=False, run=RUN, outer=OUTER))
+    world.aggregator()
 
     class Clocks(TrainerCallback):
         seen = []
