@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from diloco.common.protocol.errors import ConfigError, IntegrityError
+from diloco.common.protocol.names import NAME
 
 # A tensor larger than this many mean fragments is split along its first axis. The greedy
 # assignment is within 4/3 of the optimum for what remains (Graham's bound; paper, App. C).
@@ -54,12 +55,15 @@ class TensorHint:
             ones, such as an embedding or a head of its own. "averaged" is state that no optimizer
             updates, such as batch statistics: learners adopt its token-weighted mean over the
             fleet. Only floating tensors can be trained, private or averaged.
+        module: the part of the model that the tensor belongs to, as `names.NAME`. Either all
+            synchronized tensors name one, or none: "" means that the model is one module.
     """
 
     merge: Literal["rda", "average"] = "rda"
     norm_axes: int = 0
     alone: bool = False
     kind: Kind = "trained"
+    module: str = ""
 
 
 Hint = Callable[[str, tuple[int, ...]], TensorHint]
@@ -122,12 +126,14 @@ class Fragment:
     Attributes:
         size: length of the vector in elements, padding included; a multiple of the block size.
         elements: number of parameters; `size` less the padding.
+        module: the module of its tensors (`TensorHint.module`); "": the model is one module.
     """
 
     index: int
     pieces: tuple[Piece, ...]
     size: int
     elements: int
+    module: str = ""
 
     @property
     def averaged(self) -> bool:
@@ -171,6 +177,11 @@ class Layout:
     block: int
     digest: str
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules of the fragments, each once, in order of their first fragments."""
+        return tuple(dict.fromkeys(fragment.module for fragment in self.fragments))
+
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
@@ -195,34 +206,50 @@ def make_layout(
 ) -> Layout:
     """Divides `tensors` into `fragments` fragments of about equal size, or as many as they fill.
 
+    A fragment has tensors of one module. A module has at least one fragment, and more according to
+    its size. Fragments of a module are spread over all indices, and so over the steps at which
+    fragments are sent.
+
     Args:
         tensors: every leaf of the parameters, in an order that all parties share.
-        fragments: P, at least 1; averaged state takes one of them.
+        fragments: P, at least 1; averaged state takes one of them for each module that has any.
         block: number of elements that share one quantization scale.
         hint: returns the task's `TensorHint` for a tensor's name and shape.
 
     Raises:
-        ConfigError: no tensor can be trained, two have one name, one is empty, or P is too small.
+        ConfigError: no tensor can be trained, two have one name, one is empty, P is too small, or
+            some tensors name a module and others do not.
     """
     leaves = tuple(tensors)
     _check(leaves)
     kinds = {t.name: kind_of(t, hint) for t in leaves}
-    trained = tuple(t for t in leaves if kinds[t.name] == "trained")
-    state = tuple(t for t in leaves if kinds[t.name] == "averaged")
-    if not trained:
+    if not any(kind == "trained" for kind in kinds.values()):
         raise ConfigError(
             "the model has no floating-point parameter to train",
             hint="let the task's init, or what is given to `create`, have at least one float array",
         )
-    # Averaged state takes one fragment: it is small, and is merged by other rules than parameters.
-    bins = _assign_fitting(trained, fragments, hint, beside=1 if state else 0)
-    if state:
-        bins.append(
-            [_Cut(t, hint(t.name, t.shape), 0, t.shape[0] if t.shape else 1) for t in state]
-        )
-    placed = tuple(_place(index, cuts, block) for index, cuts in enumerate(bins))
+    synced = tuple(t for t in leaves if kinds[t.name] in ("trained", "averaged"))
+    modules = _modules(synced, hint)
+    state = {
+        module: tuple(t for t in members if kinds[t.name] == "averaged")
+        for module, members in modules.items()
+    }
+    trained = {
+        module: tuple(t for t in members if kinds[t.name] == "trained")
+        for module, members in modules.items()
+    }
+    counts = _counts(trained, state, fragments)
+    bins: list[tuple[float, list[_Cut]]] = []
+    for module, count in counts.items():
+        own = _assign(trained[module], count, hint) if trained[module] else []
+        # Averaged state takes one fragment: it is small, and merged by other rules than parameters.
+        if state[module]:
+            own.append([_whole(t, hint) for t in state[module]])
+        bins += [((at + 1) / len(own), cuts) for at, cuts in enumerate(own)]
+    bins.sort(key=lambda one: one[0])
+    placed = tuple(_place(index, cuts, block) for index, (_, cuts) in enumerate(bins))
     layout = Layout(
-        tensors=tuple(t for t in leaves if kinds[t.name] in ("trained", "averaged")),
+        tensors=synced,
         constants=tuple(t for t in leaves if kinds[t.name] not in ("trained", "averaged")),
         fragments=placed,
         block=block,
@@ -239,23 +266,69 @@ def kind_of(tensor: Tensor, hint: Hint) -> Kind:
     return "local" if kind == "local" else "frozen"
 
 
-def _assign_fitting(
-    tensors: tuple[Tensor, ...], fragments: int, hint: Hint, *, beside: int
-) -> list[list[_Cut]]:
-    """Assigns `tensors` to at most `fragments - beside` fragments: as many as the tensors can fill.
+def _modules(synced: tuple[Tensor, ...], hint: Hint) -> dict[str, tuple[Tensor, ...]]:
+    """Returns the tensors of each module, by its name, in order of the modules' first tensors.
 
     Raises:
-        ConfigError: `fragments - beside` is 0.
+        ConfigError: a tensor is in no module and others are, or a name is invalid.
     """
-    for_them = fragments - beside
-    if not for_them:
+    found: dict[str, tuple[Tensor, ...]] = {}
+    for tensor in synced:
+        module = hint(tensor.name, tensor.shape).module
+        found[module] = (*found.get(module, ()), tensor)
+    if "" in found and len(found) > 1:
         raise ConfigError(
-            f"sync.fragments is {fragments}, but averaged state needs a fragment of its own",
-            hint=f"set sync.fragments to at least {fragments + 1}",
+            f"the tensor {found[''][0].name!r} is in no module, and others are in "
+            f"{', '.join(repr(name) for name in found if name)}",
+            hint="let the task's hint give each tensor a TensorHint.module, or none",
         )
+    for module in found:
+        if module and NAME.fullmatch(module) is None:
+            raise ConfigError(
+                f"a module is called {module!r:.80}",
+                hint="use lower-case letters, digits and -, at most 40, a letter or digit first",
+            )
+    return found
+
+
+def _counts(
+    trained: dict[str, tuple[Tensor, ...]], state: dict[str, tuple[Tensor, ...]], fragments: int
+) -> dict[str, int]:
+    """Returns the number of fragments for each module's trained tensors; 0 if it has none.
+
+    Raises:
+        ConfigError: there are too few fragments for each module, and each module's averaged state.
+    """
+    needed = sum(bool(some) for some in (*trained.values(), *state.values()))
+    if fragments < needed:
+        what = "averaged state needs a fragment of its own"
+        if len(trained) > 1:
+            what = (
+                f"each of {len(trained)} modules needs a fragment of its own, and another one for"
+                " averaged state"
+            )
+        raise ConfigError(
+            f"sync.fragments is {fragments}, but {what}",
+            hint=f"set sync.fragments to at least {needed}",
+        )
+    counts = {module: int(bool(some)) for module, some in trained.items()}
+    sizes = {module: sum(t.size for t in some) for module, some in trained.items()}
+    # The next fragment goes to the module whose fragments are the largest.
+    for _ in range(fragments - needed):
+        counts[max(sizes, key=lambda module: sizes[module] / max(1, counts[module]))] += 1
+    return counts
+
+
+def _whole(tensor: Tensor, hint: Hint) -> _Cut:
+    rows = tensor.shape[0] if tensor.shape else 1
+    return _Cut(tensor, hint(tensor.name, tensor.shape), 0, rows)
+
+
+def _assign(tensors: tuple[Tensor, ...], fragments: int, hint: Hint) -> list[list[_Cut]]:
+    """Assigns `tensors` to at most `fragments` fragments: as many as the tensors can fill."""
     return next(
-        _assign(cuts, count)
-        for count in range(for_them, 0, -1)
+        _assign_cuts(cuts, count)
+        for count in range(fragments, 0, -1)
         if _fillable(cuts := _cuts(tensors, count, hint), count) == count
     )
 
@@ -264,6 +337,10 @@ def layout_bytes(layout: Layout) -> bytes:
     """Returns the layout without its digest as msgpack, from which the digest is computed."""
     fields = asdict(layout)
     del fields["digest"]
+    for fragment in fields["fragments"]:
+        # A layout of one module has the bytes, and so the digest, that it had without modules.
+        if not fragment["module"]:
+            del fragment["module"]
     packed: bytes = msgpack.packb(fields)
     return packed
 
@@ -293,6 +370,7 @@ def _parse(fields: Any, digest: str) -> Layout:
                 pieces=tuple(Piece(**p) for p in f["pieces"]),
                 size=f["size"],
                 elements=f["elements"],
+                module=f.get("module", ""),
             )
             for f in fields["fragments"]
         ),
@@ -357,7 +435,7 @@ def _own_fragments(cuts: list[_Cut], fragments: int) -> int:
     return 0 if fragments == 1 else min(lone, fragments - (1 if lone < len(cuts) else 0))
 
 
-def _assign(cuts: list[_Cut], fragments: int) -> list[list[_Cut]]:
+def _assign_cuts(cuts: list[_Cut], fragments: int) -> list[list[_Cut]]:
     """Assigns the largest part first, to the smallest fragment; `alone` parts share none."""
     own = _own_fragments(cuts, fragments)
     alone = [cut for cut in cuts if cut.hint.alone and own]
@@ -403,6 +481,7 @@ def _place(index: int, cuts: list[_Cut], block: int) -> Fragment:
         pieces=tuple(pieces),
         size=offset,
         elements=sum(cut.size for cut in cuts),
+        module=cuts[0].hint.module,
     )
 
 

@@ -40,6 +40,15 @@ hints = st.dictionaries(
     ),
     max_size=3,
 )
+in_modules = st.lists(
+    st.tuples(st.sampled_from(["trunk", "a", "b"]), st.sampled_from(["trained", "averaged"])),
+    min_size=12,
+    max_size=12,
+).map(
+    lambda drawn: {
+        f"t{i}": TensorHint(module=module, kind=kind) for i, (module, kind) in enumerate(drawn)
+    }
+)
 blocks = st.sampled_from([16, 32, 64])
 
 
@@ -231,6 +240,66 @@ def test_scalars_ints_and_bools_survive():
     assert layout.tensors == (model[0], model[3])
     pieces = {piece.tensor: piece for f in layout.fragments for piece in f.pieces}
     assert (pieces["scale"].shape, pieces["scale"].start, pieces["scale"].stop) == ((), 0, 1)
+
+
+# Modules
+
+
+@settings(max_examples=150)
+@given(models, st.integers(1, 9), blocks, in_modules)
+def test_a_fragment_has_tensors_of_one_module(model, count, block, given_hints):
+    layout = laid_out(model, count, block, given_hints)
+    if layout is None:
+        return
+    for fragment in layout.fragments:
+        inside = {given_hints[piece.tensor].module for piece in fragment.pieces}
+        assert inside == {fragment.module}
+        kinds = {given_hints[piece.tensor].kind for piece in fragment.pieces}
+        assert len(kinds) == 1, "averaged state shares no fragment with parameters"
+    homes = [place[:2] for fragment in layout.fragments for place in elements(fragment)]
+    assert len(homes) == len(set(homes)) == sum(tensor.size for tensor in layout.tensors)
+    assert len(layout.fragments) <= count
+    assert {*layout.modules} == {given_hints[tensor.name].module for tensor in layout.tensors}
+    assert parse_layout(layout_bytes(layout), layout.digest) == layout
+
+
+def hinted(**modules: str):
+    return lambda name, _shape: TensorHint(module=modules.get(name, ""))
+
+
+def test_modules_have_fragments_by_their_size_spread_over_all_indices():
+    model = [Tensor(name=name, shape=(rows, 8), dtype="float32") for name, rows in
+             [("trunk", 512), ("a", 128), ("b", 128)]]  # fmt: skip
+    layout = make_layout(
+        model, fragments=6, block=16, hint=hinted(trunk="trunk", a="expert-a", b="expert-b")
+    )
+    order = [fragment.module for fragment in layout.fragments]
+    assert order == ["trunk", "trunk", "trunk", "trunk", "expert-a", "expert-b"]
+    two = make_layout(model, fragments=6, block=16, hint=hinted(trunk="t", a="t", b="b"))
+    assert [fragment.module for fragment in two.fragments].count("t") == 5
+    assert layout.modules == ("trunk", "expert-a", "expert-b")
+    assert [fragment.index for fragment in layout.fragments] == [*range(6)]
+
+
+def test_two_tasks_that_disagree_about_modules_have_other_digests():
+    digests = {
+        make_layout(BASE, fragments=2, block=16, hint=hint).digest
+        for hint in (hinted(), hinted(a="x", b="y"), hinted(a="y", b="x"), hinted(a="x", b="x"))
+    }
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    ("modules", "fragments", "named"),
+    [
+        ({"a": "x"}, 2, "the tensor 'b' is in no module, and others are in 'x'"),
+        ({"a": "X y", "b": "y"}, 2, "a module is called 'X y'"),
+        ({"a": "x", "b": "y"}, 1, "each of 2 modules needs a fragment of its own"),
+    ],
+)
+def test_modules_without_a_layout(modules, fragments, named):
+    with pytest.raises(ConfigError, match=named):
+        make_layout(BASE, fragments=fragments, block=16, hint=hinted(**modules))
 
 
 # The digest
