@@ -54,6 +54,11 @@ def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[
     shut_out = quarantined(state, manifest)
     if shut_out is not None:
         return shut_out
+    if manifest.incarnation in member.not_holding:
+        return (
+            Reason.NOT_HELD,
+            f"the join of incarnation {manifest.incarnation} does not name module {rules.module!r}",
+        )
     wrong = malformed(rules, manifest)
     if wrong is not None:
         return wrong

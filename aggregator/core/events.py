@@ -13,11 +13,15 @@ from diloco.common.protocol import wire
 
 
 class Joined(NamedTuple):
-    """Event: a learner's join on the tape; `stream_seq` is the learner's new incarnation."""
+    """Event: a learner's join on the tape; `stream_seq` is the learner's new incarnation.
+
+    `holds` are the modules that this incarnation holds; empty: all.
+    """
 
     stored_at_s: float
     stream_seq: int
     learner: str
+    holds: tuple[str, ...] = ()
 
 
 class Departed(NamedTuple):

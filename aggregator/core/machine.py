@@ -32,7 +32,7 @@ from typing import Any
 from diloco.aggregator.core import admission_and_credit, events, memory, rounds
 from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.events import Discard, Ignored, Merge, Result
-from diloco.aggregator.core.members import Member
+from diloco.aggregator.core.members import LIVES, Member
 from diloco.aggregator.core.round_and_weight_formulas import FragmentRules
 from diloco.aggregator.core.state import (
     NOBODY,
@@ -93,7 +93,7 @@ def step_at(rules: FragmentRules, state: State, event: events.Event, now_s: floa
     return step(rules, state, event)
 
 
-def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Result:
+def _on_joined(rules: FragmentRules, state: State, event: events.Joined) -> Result:
     # After a recovery joins are read again that the memory has already. Only the newest incarnation
     # counts, so an older join read later changes nothing (invariant 3: the same tape gives the same
     # state, however often it is read).
@@ -108,7 +108,17 @@ def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Res
         member = known._replace(incarnation=event.stream_seq, live=True, left=False, final=False)
     else:
         member = Member(event.stream_seq, heard_at_s=event.stored_at_s, read_at_s=state.now_s)
-    return with_member(state, event.learner, member), ()
+    if not event.holds or rules.module in event.holds:
+        if known is not None and not known.holds:
+            # It has nothing unsent of a fragment that it did not hold: its time begins now.
+            member = member._replace(
+                heard_at_s=event.stored_at_s, read_at_s=state.now_s, unused_s=0.0
+            )
+        return with_member(state, event.learner, member), ()
+    # As one that has left this fragment: no round waits for it, and no median counts it.
+    not_holding = (*member.not_holding, event.stream_seq)[-LIVES:]
+    member = member._replace(live=False, left=True, not_holding=not_holding)
+    return rounds.advance(rules, with_member(state, event.learner, member), state.now_s)
 
 
 def _on_departed(rules: FragmentRules, state: State, event: events.Departed) -> Result:

@@ -59,6 +59,14 @@ class Member(NamedTuple):
     # +1 for each update rejected as an offence, -1 for each merged update, never below 0; a release
     # sets it to 0.
     offences: int = 0
+    # Its newest incarnations, at most `LIVES`, that do not hold the fragment's module. Of an older
+    # incarnation an update may still be read again.
+    not_holding: tuple[int, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """True if its newest incarnation holds the fragment's module."""
+        return self.incarnation not in self.not_holding
 
 
 class _Contribution(NamedTuple):

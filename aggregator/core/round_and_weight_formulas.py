@@ -32,6 +32,7 @@ class FragmentRules:
         epoch: the epoch of the tape.
         steps: the run's length in global steps, `run.steps`.
         fragment: the fragment's index.
+        module: the fragment's module; "": the model is one module.
         size: elements of the fragment's vector.
         layout: the layout's digest.
         codec: codec of the fragment's updates.
@@ -49,6 +50,7 @@ class FragmentRules:
     epoch: int
     steps: int
     fragment: int
+    module: str
     size: int
     layout: str
     codec: Codec
@@ -75,6 +77,7 @@ def fragment_rules(
         epoch=epoch,
         steps=settings.run.steps,
         fragment=fragment,
+        module=layout.fragments[fragment].module,
         size=layout.fragments[fragment].size,
         layout=layout.digest,
         codec=sync.codec,

@@ -27,6 +27,7 @@ from diloco.common.process import metrics, release
 from diloco.common.process.tasks import first_of
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import SwapLostError, WireError
+from diloco.common.storage.bus import Message
 from diloco.common.storage.data_share_allocation import (
     EXPIRY,
     Holdings,
@@ -41,6 +42,7 @@ from diloco.common.storage.tape import (
     first_sequence,
     may_be_merged,
     messages_up_to,
+    note_not_held,
     note_reached,
     publish_once,
     same_tape,
@@ -176,6 +178,7 @@ class Expiry:
             release=release.release(),
             lock=release.lock(),
             platform=wire.NOT_A_LEARNER,
+            holds=_held(subject, newest),
         )
         try:
             joined = await swap(
@@ -188,6 +191,7 @@ class Expiry:
         except SwapLostError:
             return  # The learner is back, or another aggregator was first.
         reached = await reached_before(context, learner, joined, earlier.get(learner, 0))
+        note_not_held(context, reached, word.holds)
         position = max(reached.values())
         leave = wire.Leave(
             run=run, learner=learner, incarnation=joined, position=position, fragments=(), by=host
@@ -228,6 +232,13 @@ class Expiry:
             f"publishing {body.kind}",
             lambda msg_id: bus.publish(subject, payload, msg_id=msg_id),
         )
+
+
+def _held(subject: str, join: Message) -> tuple[str, ...]:
+    """Returns the modules that the life of a join holds; empty: all, or the join is unreadable."""
+    with contextlib.suppress(WireError):
+        return decode_as(wire.Join, subject, join.payload).holds
+    return ()
 
 
 async def reached_before(

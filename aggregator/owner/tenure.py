@@ -155,7 +155,7 @@ def event_of(
         case wire.Quarantine() as word:
             return events.Quarantined(stored_at_s, seq, word.learner, word.active)
         case wire.Join() as join:
-            return events.Joined(stored_at_s, seq, join.learner)
+            return events.Joined(stored_at_s, seq, join.learner, join.holds)
         case wire.Leave() as leave if not leave.fragments:
             return events.Departed(stored_at_s, seq, leave.learner, leave.incarnation)
         case wire.Leave() as leave if fragment in leave.fragments:

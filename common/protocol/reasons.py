@@ -84,6 +84,9 @@ class Reason(StrEnum):
         "ended", "manifest", "the fragment's last version is committed", _REJECTED, False,
     )
     QUARANTINED = "quarantined", "manifest", "its sender is quarantined", _QUARANTINED, False
+    NOT_HELD = (
+        "not_held", "manifest", "its sender's join does not name the fragment's module",
+    )
     LAYOUT = "layout", "manifest", "not the run's layout", _MISMATCH
     CODEC = "codec", "manifest", "not the run's codec", _MISMATCH
     SHARDS = (

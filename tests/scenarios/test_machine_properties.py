@@ -39,6 +39,9 @@ class History:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
+        # In a third of the histories some lives do not hold the fragment's module.
+        self.holding = random.Random(f"holds-{seed}")
+        self.elsewhere = self.holding.choice([0.0, 0.0, 0.4])
         pick = self.rng.choice
         self.lab = Lab(
             lab_rules(
@@ -92,7 +95,8 @@ class History:
     def join(self, name: str = "") -> None:
         name = name or self.rng.choice(LEARNERS)
         if len(self.lives[name]) < LIVES:
-            event = self.lab.put(events.Joined, self.now_s, name)
+            holds = ("elsewhere",) if self.holding.random() < self.elsewhere else ()
+            event = self.lab.put(events.Joined, self.now_s, name, holds)
             self.lives[name].append(event.stream_seq)
             self.read(event)
 
@@ -324,9 +328,13 @@ class OneLearner(History):
             newest = self.lab.records[-1].version
             self.put_update(make_manifest(self.lab.rules, "a", life, seq, newest))
 
-    def begin_life(self) -> None:
+    def begin_life_elsewhere(self) -> None:
+        """Joins with modules that the fragment is not of, and announces an update all the same."""
+        self.begin_life(("elsewhere",))
+
+    def begin_life(self, holds=()) -> None:
         """Crashes, joins, and announces an update."""
-        joined = self.lab.put(events.Joined, self.now_s, "a")
+        joined = self.lab.put(events.Joined, self.now_s, "a", holds)
         self.lives["a"].append(joined.stream_seq)
         self.read(joined)
         self.announce_one()
@@ -377,6 +385,7 @@ ACTIONS = st.sampled_from([
     OneLearner.begin_life, OneLearner.announce_one, OneLearner.read_newest, OneLearner.read_oldest,
     OneLearner.end_round, OneLearner.recover, OneLearner.whole_life, OneLearner.crash_loop,
     OneLearner.announce_oldest_again, OneLearner.announce_again, History.crash, History.read_again,
+    OneLearner.begin_life_elsewhere,
 ])  # fmt: skip
 
 

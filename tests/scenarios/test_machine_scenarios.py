@@ -1,7 +1,7 @@
 """The scripts in machine/: what the aggregator's core does, event by event.
 
     rules quorum.min_learners=4 ...      before anything else; `cut=asked`: the leader answers late
-    AT join NAME                         AT is in seconds
+    AT join NAME [holds=MODULE]          AT is in seconds; the fragment's module is ""
     AT update NAME SEQ [key=value ...]   NAME@3 speaks for incarnation 3; `again` repeats a manifest
     AT fetched NAME SEQ [norm=1]         AT failed NAME SEQ [REASON]
     AT redelivered POSITION              the tape delivers an earlier message once more
@@ -122,7 +122,8 @@ class Player:
         lab = self.lab
         match verb, *rest:
             case "join", name:
-                event = lab.put(events.Joined, at_s, name)
+                holds = tuple(values.get("holds", "").split())
+                event = lab.put(events.Joined, at_s, name, holds)
                 self.lives[name] = event.stream_seq
                 return event
             case "update", who, seq:

@@ -141,7 +141,10 @@ class Judged(History):
             case events.Announced():
                 return event.manifest
             case events.Joined():
-                return wire.Join(run="lab", learner=event.learner, layout=LAYOUT.digest, host="")
+                return wire.Join(
+                    run="lab", learner=event.learner, layout=LAYOUT.digest, host="",
+                    holds=event.holds,
+                )  # fmt: skip
             case events.Departed() | events.Finished():
                 fragments = (0,) if isinstance(event, events.Finished) else ()
                 return wire.Leave(
@@ -265,7 +268,7 @@ def test_the_oracle_decides_every_history_alike(part: int) -> None:
     # What is never met is not judged.
     for what in ("complete", "grace", "deadline", "rejections", "quarantined", "superseded",
                  "unknown_incarnation", "stale", "clipped", "credited less", "capped",
-                 "alone"):  # fmt: skip
+                 "alone", "not_held"):  # fmt: skip
         assert seen[what], f"no history has {what}: {dict(seen)}"
     assert seen["followed"] > 10 * HISTORIES / 2
 

@@ -264,6 +264,10 @@ class MemberState(NestedRecord):
         description="rounds without an update of it since the last round that had one; at most 3,"
         " and then rounds do not wait for it",
     )
+    not_holding: Several[Positive] = Field(
+        default=(),
+        description="its newest incarnations, at most 4, that do not hold the fragment's module",
+    )
 
 
 class Allowance(NestedRecord):

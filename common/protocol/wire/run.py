@@ -1,6 +1,6 @@
 """All messages except manifests and records: specification, joins, settings, heartbeats, ..."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -98,6 +98,8 @@ class LearnerSlices(NestedRecord):
 
 # The platform of a join that an aggregator writes, to end the life of a silent learner.
 NOT_A_LEARNER = "not a learner"
+# So many names fit into a join; a learner that holds more modules holds all.
+MOST_HELD_MODULES = 128
 
 
 class Join(Body):
@@ -127,6 +129,9 @@ class Join(Body):
     )
     slices: LearnerSlices | None = Field(
         default=None, description="slices that train, of a learner that has several; else null"
+    )
+    holds: Annotated[tuple[Name, ...], Field(max_length=MOST_HELD_MODULES)] = Field(
+        default=(), description="the modules whose fragments it trains and sends; empty: all"
     )
 
 

@@ -43,6 +43,7 @@ from diloco.common.storage.tape.run import (
     load_specification,
     may_be_merged,
     messages_up_to,
+    note_not_held,
     note_reached,
     parse_changed,
     publish_once,

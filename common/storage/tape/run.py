@@ -256,7 +256,8 @@ async def data_reached(
 
     These messages are updates of the fragment, and leaves that list it; a fragment without any has
     no entry. The key None has the position that holds for all fragments: that of leaves that end a
-    life, or of earlier epochs.
+    life, or of earlier epochs. A fragment that the life before the newest one did not hold has the
+    highest position, as that life lost none of its work.
 
     Args:
         context: the run's context.
@@ -271,7 +272,8 @@ async def data_reached(
     fragments = range(len(context.layout.fragments))
     newest = {at: await last(names.update(run, learner, at)) for at in fragments}
     last_leave = await last(names.leave(run, learner))
-    joins = await _sequences(context, await last(names.join(run, learner)))
+    last_join = await last(names.join(run, learner))
+    joins, held = await _joins(context, last_join)
     found: dict[int | None, int] = {None: earlier.get(learner, 0)}
     for fragment, message in newest.items():
         if message is not None:
@@ -281,7 +283,22 @@ async def data_reached(
         async for said, seq in _readable(context, wire.Leave, last_leave):
             if may_be_merged(context, said, seq, joins):
                 note_reached(found, said)
+    note_not_held(context, found, held)
     return found
+
+
+def note_not_held(context: RunContext, found: dict[int | None, int], holds: Sequence[str]) -> None:
+    """Raises positions in `found`, a result of `data_reached`, of fragments that a life lacks.
+
+    Args:
+        context: the run's context.
+        found: changed in place; these positions become the highest one.
+        holds: the modules that the life held; empty: all.
+    """
+    highest = max(found.values())
+    for fragment in context.layout.fragments:
+        if holds and fragment.module not in holds:
+            found[fragment.index] = highest
 
 
 def note_reached(found: dict[int | None, int], said: wire.Manifest | wire.Leave) -> None:
@@ -323,14 +340,20 @@ async def _last(context: RunContext, subject: str) -> Message | None:
     )
 
 
-async def _sequences(context: RunContext, newest: Message | None) -> list[int]:
-    """Returns the sequences of a learner's readable joins, the last one being `newest`.
+async def _joins(context: RunContext, newest: Message | None) -> tuple[list[int], tuple[str, ...]]:
+    """Returns the sequences of a learner's readable joins, and what the life before the last held.
 
     Unreadable joins supersede no life; aggregators ignore them too.
+
+    Args:
+        context: the run's context.
+        newest: the last join; None: there is none.
     """
     if newest is None:
-        return []
-    return [seq async for _, seq in _readable(context, wire.Join, newest)]
+        return [], ()
+    found = [(seq, join.holds) async for join, seq in _readable(context, wire.Join, newest)]
+    before = found[-2][1] if len(found) > 1 else ()
+    return [seq for seq, _ in found], before
 
 
 async def _readable(

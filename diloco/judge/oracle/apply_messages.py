@@ -8,7 +8,7 @@ from diloco.common.storage.tape import Entry, InvalidMessage, changed_settings
 from diloco.judge.oracle import numbers
 from diloco.judge.oracle.credit import CreditBasis
 from diloco.judge.oracle.life import OwnerLife, WaitingUpdate, update_id
-from diloco.judge.oracle.memory import MemberRecord, OracleCredit
+from diloco.judge.oracle.memory import LIVES, MemberRecord, OracleCredit
 from diloco.judge.oracle.rounds import settle
 from diloco.judge.oracle.shares import wrong_claim
 
@@ -45,7 +45,7 @@ def hear(life: OwnerLife, created: RunSettings, entry: Entry | InvalidMessage) -
     life.read_seq = max(life.read_seq, seq)
     match body:
         case wire.Join():
-            _join(life, body.learner, seq, entry.time_s)
+            _join(life, body, seq, entry.time_s)
         case wire.Leave():
             _leave(life, body)
         case wire.Quarantine():
@@ -71,16 +71,22 @@ def _settings(life: OwnerLife, created: RunSettings, body: wire.Settings, seq: i
         settle(life)
 
 
-def _join(life: OwnerLife, learner: str, seq: int, stored_at_s: float) -> None:
-    known = life.memory.members.get(learner)
-    if known is None:
-        life.memory.members[learner] = MemberRecord(
-            seq, heard_at_s=stored_at_s, read_at_s=life.now_s
-        )
-    elif known.incarnation < seq:
-        life.memory.members[learner] = known._replace(
-            incarnation=seq, live=True, left=False, final=False
-        )
+def _join(life: OwnerLife, join: wire.Join, seq: int, stored_at_s: float) -> None:
+    learner, members = join.learner, life.memory.members
+    known = members.get(learner)
+    if known is not None and known.incarnation >= seq:
+        return
+    member = known or MemberRecord(seq, heard_at_s=stored_at_s, read_at_s=life.now_s)
+    held_before = member.incarnation not in member.not_holding
+    members[learner] = member._replace(incarnation=seq, live=True, left=False, final=False)
+    module = life.layout.fragments[life.fragment].module
+    if join.holds and module not in join.holds:
+        # It has left this fragment; of its lives that do not hold it, the newest four are known.
+        lives = [*member.not_holding, seq][-LIVES:]
+        life.memory.change(learner, live=False, left=True, not_holding=tuple(lives))
+        settle(life)
+    elif not held_before:
+        life.memory.change(learner, unused_s=0.0, heard_at_s=stored_at_s, read_at_s=life.now_s)
 
 
 def _leave(life: OwnerLife, leave: wire.Leave) -> None:
@@ -177,6 +183,8 @@ def _reason(life: OwnerLife, manifest: wire.Manifest, seq: int) -> str | None:
         return Reason.ENDED
     if manifest.learner in life.memory.quarantined:
         return Reason.QUARANTINED
+    if manifest.incarnation in member.not_holding:
+        return Reason.NOT_HELD
     claim = wrong_claim(life.settings, life.layout, life.epoch, manifest)
     if claim is not None:
         return claim

@@ -8,7 +8,7 @@ were answered before.
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -74,6 +74,7 @@ class _LearnerData:
 
     Attributes:
         incarnation: its newest life.
+        holds: the modules that this life holds; empty: all.
         least: the least position at which that life may begin.
         most: the greatest, if messages of earlier lives that came late are counted too.
         said: the greatest position that a life stated while it was the newest.
@@ -82,15 +83,16 @@ class _LearnerData:
     """
 
     incarnation: int = 0
+    holds: tuple[str, ...] = ()
     least: int = 0
     most: int = 0
     said: int = 0
     late: int = 0
     left: tuple[int, int] | None = None
 
-    def join(self, incarnation: int) -> None:
+    def join(self, incarnation: int, holds: tuple[str, ...] = ()) -> None:
         """Begins a life, which may resume from `said` on."""
-        self.incarnation, self.left = incarnation, None
+        self.incarnation, self.holds, self.left = incarnation, holds, None
         self.least, self.most = self.said, max(self.said, self.late)
 
 
@@ -145,7 +147,7 @@ class Data:
         """
         match body:
             case wire.Join():
-                self._learners[body.learner].join(seq)
+                self._learners[body.learner].join(seq, body.holds)
             case wire.Leave() if same_tape(body.incarnation, seq):
                 self._leave(body, seq)
             case wire.Manifest() if body.epoch == self._epoch:
@@ -301,13 +303,13 @@ class Data:
                 left = f"it leaves {life.update(number)} behind"
                 yield Violation("position", seq, about, "position", waiting.stream_seq, left)
 
-    def unfinished(self, fragments: int, stop_seq: int, seq: int) -> Iterator[Violation]:
+    def unfinished(self, modules: Sequence[str], stop_seq: int, seq: int) -> Iterator[Violation]:
         """Yields violations for the work that an ended run leaves open.
 
         Every update must be answered, and a learner present to the end must have sent all its work.
 
         Args:
-            fragments: the number of fragments.
+            modules: the module of each fragment; a learner works on those of modules that it holds.
             stop_seq: stream sequence of the stop.
             seq: stream sequence of the end.
         """
@@ -320,7 +322,10 @@ class Data:
             if learner.left is None or learner.incarnation < self._whole_from:
                 continue
             left_seq, position = learner.left
-            for fragment in range(fragments if stop_seq < left_seq < seq else 0):
+            held = learner.holds or modules
+            for fragment, module in enumerate(modules if stop_seq < left_seq < seq else ()):
+                if module not in held:
+                    continue
                 covered = self._sent[_Life(name, learner.incarnation, fragment)].covered
                 if covered != position:
                     about = f"learner {name} fragment {fragment}"

@@ -46,6 +46,7 @@ class MemberRecord(NamedTuple):
     norm: float = 0.0
     missed: int = 0
     offences: int = 0
+    not_holding: tuple[int, ...] = ()
 
 
 @dataclass
@@ -80,7 +81,7 @@ class PolicyMemory:
                 m.learner: MemberRecord(
                     m.incarnation, m.live, m.left, m.final, m.step_time_s, m.tokens_per_step,
                     m.weight, m.heard_at_s, m.read_at_s, m.speed, m.unused_s, m.norm, m.missed,
-                    m.offences,
+                    m.offences, m.not_holding,
                 )
                 for m in policy.members
             },
@@ -213,7 +214,7 @@ class PolicyMemory:
 
 
 def _each(
-    name: str, expected: Mapping[Any, tuple[float, ...]], found: Mapping[Any, tuple[float, ...]]
+    name: str, expected: Mapping[Any, tuple[Any, ...]], found: Mapping[Any, tuple[Any, ...]]
 ) -> Iterator[tuple[str, Any, Any]]:
     for learner in expected.keys() | found.keys():
         wanted, said = expected.get(learner), found.get(learner)
@@ -221,5 +222,8 @@ def _each(
             yield f"{name}[{learner}]", wanted, said
 
 
-def _same(expected: tuple[float, ...], found: tuple[float, ...]) -> bool:
-    return len(expected) == len(found) and all(map(near, expected, found))
+def _same(expected: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
+    return len(expected) == len(found) and all(
+        said == wanted if isinstance(wanted, tuple) else near(wanted, said)
+        for wanted, said in zip(expected, found, strict=True)
+    )

@@ -56,6 +56,7 @@ class Oracle:
             Chain(layout, created, self._changed, index, epoch=specification.epoch, follow=follow)
             for index in range(len(layout.fragments))
         ]
+        self._modules = [fragment.module for fragment in layout.fragments]
         earlier = specification.positions if positions is None else positions
         overwritten = [
             fragment.index
@@ -100,7 +101,7 @@ class Oracle:
                     Violation("chain", self._last_seq, about, "", "records", "none")
                 )
         if self._end_seq:
-            self.findings += self.data.unfinished(len(self.chains), self._stop_seq, self._end_seq)
+            self.findings += self.data.unfinished(self._modules, self._stop_seq, self._end_seq)
 
     def _take(self, entry: Entry) -> Iterator[Violation]:
         body, seq = entry.body, entry.seq
