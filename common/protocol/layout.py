@@ -283,7 +283,7 @@ def _modules(synced: tuple[Tensor, ...], hint: Hint) -> dict[str, tuple[Tensor, 
             hint="let the task's hint give each tensor a TensorHint.module, or none",
         )
     for module in found:
-        if module and NAME.fullmatch(module) is None:
+        if not isinstance(module, str) or (module and NAME.fullmatch(module) is None):
             raise ConfigError(
                 f"a module is called {module!r:.80}",
                 hint="use lower-case letters, digits and -, at most 40, a letter or digit first",

@@ -18,8 +18,8 @@ def findings(story):
     return [(one.expected, one.found) for seq, body in story for one in data.take(body, seq)]
 
 
-def join():
-    return wire.Join(run="lab", learner="a", layout="0" * 32, host="here")
+def join(holds=()):
+    return wire.Join(run="lab", learner="a", layout="0" * 32, host="here", holds=holds)
 
 
 def update(incarnation, seq, steps, position):
@@ -92,3 +92,15 @@ def test_an_update_behind_a_later_one_has_one_answer():
     assert [*data.resolve(answer(second, 8), 9, followed=True)] == []
     [again] = data.resolve(answer(second, 8), 10, followed=True)
     assert (again.rule, again.found) == ("once", "answered")
+
+
+@pytest.mark.parametrize(("holds", "found"), [((), [0]), (("trunk",), []), (("expert",), [0])])
+def test_who_is_there_to_the_end_has_sent_all_its_work_of_what_it_holds(holds, found):
+    """Its update of the first fragment, of the trunk, and none of the second, an expert's."""
+    data = Data(SPECIFICATION, {})
+    for seq, body in ((4, join(holds)), (5, update(4, 1, 12, 12))):
+        assert [*data.take(body, seq)] == []
+    assert [*data.resolve(answer(update(4, 1, 12, 12), 5), 6, followed=True)] == []
+    left = wire.Leave(run="lab", learner="a", incarnation=4, position=12, fragments=())
+    assert [*data.take(left, 8)] == []
+    assert [one.found for one in data.unfinished(["trunk", "expert"], 7, 9)] == found

@@ -18,7 +18,7 @@ from diloco.common.process.config import BusSection, GcSection, RunSettings
 from diloco.common.process.retry import Runtime
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, shards, slices, wire
-from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.common.protocol.layout import Hint, Tensor, default_hint, make_layout
 from diloco.common.storage.bus import Bus, MemoryBus
 from diloco.common.storage.store import MemoryStore, ObjectStore
 from diloco.common.storage.tape import Recorded, last_record, records_of
@@ -40,6 +40,7 @@ class Lab:
         fragments: how many.
         sections: of the settings, over those that a lab has anyway.
         store: of its objects; None: in memory.
+        hint: of its tensors.
         gc: of the collection of garbage.
     """
 
@@ -49,6 +50,7 @@ class Lab:
         fragments: int = 1,
         sections: dict[str, Any] | None = None,
         store: ObjectStore | None = None,
+        hint: Hint = default_hint,
         **gc: Any,
     ) -> None:
         tensors = [
@@ -76,7 +78,7 @@ class Lab:
             name="aggregator",
             gc=GcSection(**gc),
             settings=RunSettings.model_validate(document),
-            layout=make_layout(tensors, fragments=fragments, block=BLOCK),
+            layout=make_layout(tensors, fragments=fragments, block=BLOCK, hint=hint),
             epoch=0,
             bus=self.bus,
             store=self.store,
@@ -109,9 +111,9 @@ class Lab:
 
     # Learners' hands
 
-    async def join(self, learner: str) -> int:
+    async def join(self, learner: str, holds: tuple[str, ...] = ()) -> int:
         message = wire.Join(
-            run=RUN, learner=learner, layout=self.context.layout.digest, host="here"
+            run=RUN, learner=learner, layout=self.context.layout.digest, host="here", holds=holds
         )
         self.lives[learner] = await self.bus.publish(names.join(RUN, learner), wire.encode(message))
         return self.lives[learner]

@@ -12,6 +12,7 @@ from diloco.aggregator.core.members import LastHeard
 from diloco.aggregator.owner.liveness import Expiry, LivenessWatch, reached_before
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, wire
+from diloco.common.protocol.layout import TensorHint
 from diloco.common.protocol.reasons import Reason
 from diloco.common.protocol.sequences import first_sequence
 from diloco.common.storage.bus import StreamLimits
@@ -151,6 +152,38 @@ def test_a_leave_of_some_fragments_says_nothing_of_others(run_async):
         assert await data_reached(lab.context, "a") == reached
         assert await reached_before(lab.context, "a", joined, 0) == reached
         assert lost_batches(10, reached, 3) == (1, 0, 3)
+
+    run_async(scenario())
+
+
+def in_modules(name: str, _shape: tuple[int, ...]) -> TensorHint:
+    return TensorHint(module=f"of-{name}")
+
+
+def test_a_life_that_is_ended_held_what_its_join_says_and_lost_nothing_else(run_async):
+    async def scenario() -> None:
+        lab = Lab(fragments=2, hint=in_modules)
+        await lab.create()
+        context = lab.context
+        first, second = (fragment.module for fragment in context.layout.fragments)
+        await lab.join("a", holds=(first,))
+        await claim(lab, "a", "begin")
+        await lab.announce(lab.upload("a", 0).model_copy(update={"position": 8}))
+        expiry = Expiry(context, LastHeard(0.0))
+        (begin,) = await claims(lab, "a")
+        expiry._holdings.apply_claim(begin, lab.lives["a"] + 1)
+        with contextlib.suppress(TimeoutError):
+            # It would wait for its own word, which nobody reads to it here.
+            await asyncio.wait_for(expiry._expire("a"), 0.5)
+        *_, end = await claims(lab, "a")
+        assert (end.what, end.position, end.lost) == ("end", 8, (0, 0))
+        last = await lab.bus.last(context.tape, names.join(RUN, "a"))
+        assert wire.decode(wire.Join, last.payload).holds == (first,)
+        # A life that holds the other module lost no batch of it, as the one before had none of it.
+        await lab.join("b", holds=(first,))
+        await lab.announce(lab.upload("b", 0).model_copy(update={"position": 8}))
+        await lab.join("b", holds=(second,))
+        assert await data_reached(context, "b") == {None: 0, 0: 8, 1: 8}
 
     run_async(scenario())
 

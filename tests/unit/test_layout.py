@@ -263,7 +263,7 @@ def test_a_fragment_has_tensors_of_one_module(model, count, block, given_hints):
     assert parse_layout(layout_bytes(layout), layout.digest) == layout
 
 
-def hinted(**modules: str):
+def hinted(**modules):
     return lambda name, _shape: TensorHint(module=modules.get(name, ""))
 
 
@@ -294,6 +294,7 @@ def test_two_tasks_that_disagree_about_modules_have_other_digests():
     [
         ({"a": "x"}, 2, "the tensor 'b' is in no module, and others are in 'x'"),
         ({"a": "X y", "b": "y"}, 2, "a module is called 'X y'"),
+        ({"a": 1, "b": "y"}, 2, "a module is called 1"),
         ({"a": "x", "b": "y"}, 1, "each of 2 modules needs a fragment of its own"),
     ],
 )
