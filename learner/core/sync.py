@@ -101,6 +101,7 @@ class FragmentState(NamedTuple):
         open_version: the version of the newest round of which the aggregator announced the opening.
         final: the last update of this life is sent, or none is needed.
         ready: records to adopt at the next boundary, in order.
+        held: False if this life does not hold the fragment's module: it sends and adopts nothing.
     """
 
     version: int
@@ -113,6 +114,10 @@ class FragmentState(NamedTuple):
     open_version: int = 0
     final: bool = False
     ready: tuple[Ready, ...] = ()
+    held: bool = True
+
+
+NOT_HELD = FragmentState(-1, "", 0, 0, final=True, held=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,11 +146,14 @@ class State:
 Result = tuple[State, tuple[Effect, ...]]
 
 
-def begin(rules: SyncRules, starts: tuple[Start, ...]) -> State:
-    """Returns the state of a learner that has just loaded `starts`, one version per fragment."""
+def begin(rules: SyncRules, starts: tuple[Start | None, ...]) -> State:
+    """Returns the state of a learner that has just loaded `starts`, one version per fragment.
+
+    A start is None if the learner does not hold the fragment's module.
+    """
     count = len(starts)
     # Fragments' newest records are of different steps of the run; the run itself is at the newest.
-    clock_step = max(start.global_step for start in starts)
+    clock_step = max(start.global_step for start in starts if start is not None)
     warm = clock_step < rules.warmup_steps
     interval_steps = rules.warmup_interval_steps if warm else rules.interval_steps
     fragments = tuple(
@@ -157,6 +165,8 @@ def begin(rules: SyncRules, starts: tuple[Start, ...]) -> State:
             # link carries one after the other, also when all learners begin at once.
             due_steps=offset_steps(index, count, interval_steps),
         )
+        if start is not None
+        else NOT_HELD
         for index, start in enumerate(starts)
     )
     return State(fragments=fragments, clock_step=clock_step)
@@ -210,6 +220,8 @@ def unsent(state: State) -> dict[int, int]:
     """Returns, by fragment, this life's steps that no manifest on the tape covers; omits zeros."""
     found = {}
     for index, fragment in enumerate(state.fragments):
+        if not fragment.held:
+            continue
         flying = fragment.in_flight
         steps = unsent_of(state, fragment).steps
         # An update counts as sent at its boundary, but can be merged only once it is announced.
@@ -410,6 +422,8 @@ def _on_round_opened(rules: SyncRules, state: State, event: RoundOpened) -> Resu
     if not 0 <= event.fragment < len(state.fragments):
         return state, ()
     fragment = state.fragments[event.fragment]
+    if not fragment.held:
+        return state, ()
     # Broadcasts may overtake each other; the newest round counts.
     if event.version <= fragment.open_version:
         return state, ()

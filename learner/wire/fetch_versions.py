@@ -210,7 +210,8 @@ class Receiver:
         post: gives events to the training loop.
         fetcher: fetches versions onto this host's devices.
         peers: the learner's other hosts, which fetch versions onto their own devices.
-        starts: for each fragment, the version that the learner begins with.
+        starts: for each fragment, the version that the learner begins with; None: it does not hold
+            the fragment's module, and does not read its records.
         incarnation: the sequence of the learner's join in the stream, which its updates carry.
     """
 
@@ -220,7 +221,7 @@ class Receiver:
         post: Post,
         fetcher: VersionFetcher,
         peers: NoOtherHosts,
-        starts: Sequence[Start],
+        starts: Sequence[Start | None],
         incarnation: int,
     ) -> None:
         self._context = context
@@ -228,9 +229,14 @@ class Receiver:
         self._fetcher = fetcher
         self._peers = peers
         self._incarnation = incarnation
-        self._adopted = [Adopted(at.record_seq, at.version, at.view_digest) for at in starts]
-        self._queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in starts]
-        largest = max(fragment.size for fragment in context.layout.fragments)
+        self._adopted = {
+            fragment: Adopted(at.record_seq, at.version, at.view_digest)
+            for fragment, at in enumerate(starts)
+            if at is not None
+        }
+        self._queues = {fragment: asyncio.Queue[Message]() for fragment in self._adopted}
+        self._of_all = len(self._adopted) == len(starts)
+        largest = max(context.layout.fragments[fragment].size for fragment in self._adopted)
         self._room = Room(WAITING_VIEWS * _FLOAT32_BYTES * largest)
         self._ahead_s = math.inf
 
@@ -238,7 +244,7 @@ class Receiver:
         """Posts records, changed settings, open rounds, the run's stop and end; never returns."""
         try:
             await all_of(
-                *(self._follow_fragment(fragment) for fragment in range(len(self._adopted))),
+                *(self._follow_fragment(fragment) for fragment in self._adopted),
                 self._read_records(),
                 follow_run(self._context, self._post),
             )
@@ -248,12 +254,13 @@ class Receiver:
     # A fragment's records
 
     async def _read_records(self) -> None:
-        start = min(at.record_seq for at in self._adopted) + 1
-        pattern = names.record(self._context.run, "*")
-        async for message in self._context.bus.read(self._context.tape, [pattern], start):
+        start = min(at.record_seq for at in self._adopted.values()) + 1
+        of = ["*"] if self._of_all else [*self._adopted]
+        subjects = [names.record(self._context.run, fragment) for fragment in of]
+        async for message in self._context.bus.read(self._context.tape, subjects, start):
             subject = names.parse_subject(message.subject)
             fragment = subject.fragment if subject else None
-            if fragment is not None and fragment < len(self._queues):
+            if fragment in self._queues:
                 self._queues[fragment].put_nowait(message)
 
     async def _follow_fragment(self, fragment: int) -> None:

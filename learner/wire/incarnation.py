@@ -41,7 +41,11 @@ class Membership(NamedTuple):
 
 
 async def join(
-    context: Context, host: str, platform: str = "", slices: wire.LearnerSlices | None = None
+    context: Context,
+    host: str,
+    platform: str = "",
+    slices: wire.LearnerSlices | None = None,
+    holds: tuple[str, ...] = (),
 ) -> Membership:
     """Publishes this learner's join so that it is stored exactly once; retries transient faults.
 
@@ -50,6 +54,7 @@ async def join(
         host: the machine's name, for people.
         platform: devices and software of the machine, for people.
         slices: the slices that train; None: the learner does not have several.
+        holds: the modules that this life holds; empty: all.
 
     Returns:
         The incarnation that the join began, and the message ids of the attempts to publish it.
@@ -64,6 +69,7 @@ async def join(
         platform=platform,
         before=await _last_error(context),
         slices=slices,
+        holds=holds,
     )
     subject = names.join(context.run, context.learner)
     before_seq = await context.runtime.retry(

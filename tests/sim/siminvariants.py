@@ -46,6 +46,8 @@ class Checkers:
         self.chains = [Chain(index) for index in range(len(world.layout.fragments))]
         self.let_go = self._accounts()
         self.joined: dict[str, int] = {}
+        # By life, the modules that it holds; empty: all.
+        self.holds: dict[tuple[str, int], tuple[str, ...]] = {}
         # Data positions of the newest updates, by learner and life.
         self.sent_at: dict[tuple[str, int], int] = {}
         # By life of several slices: the tokens of each step, by its data position.
@@ -171,7 +173,13 @@ class Checkers:
     def _on_join(self, message: Message) -> None:
         join = decode_as(wire.Join, message.subject, message.payload)
         self.joined[join.learner] = message.seq
-        self.batches.join(join.learner, message.seq, message.msg_id)
+        self.holds[join.learner, message.seq] = join.holds
+        lacks = {
+            fragment.index
+            for fragment in self._world.layout.fragments
+            if join.holds and fragment.module not in join.holds
+        }
+        self.batches.join(join.learner, message.seq, message.msg_id, lacks)
 
     def _on_leave(self, message: Message) -> None:
         word = decode_as(wire.Leave, message.subject, message.payload)
@@ -204,6 +212,9 @@ class Checkers:
             covers = Covers(LIAR_INDEX, manifest.position - 1, manifest.position)
             chain.sent[update] = Sent(manifest, covers)
             return
+        holds = self.holds.get((update.learner, update.incarnation), ())
+        module = self._world.layout.fragments[manifest.fragment].module
+        hold(module in (holds or (module,)), "modules", update, f"of {module}, holds {holds}")
         covers = self._covers(update, manifest)
         chain.send(manifest, covers, message.seq)
         self.batches.announce(update, manifest.fragment, covers, message.seq)

@@ -144,6 +144,9 @@ class SimLearner:
         self.leave_asked = False
         self.superseded = False
         self.incarnation = 0
+        # The modules that its life holds; empty: all. Once `holds_all`, its next lives hold all.
+        self.holds: tuple[str, ...] = ()
+        self.holds_all = False
 
     async def live(self, begin: Callable[[Actor], None] | None = None) -> bool:
         """Run one life to its end; returns True if it was not killed. `begin` may change its actor."""
@@ -170,17 +173,20 @@ class SimLearner:
         theirs = parse_settings(specification.settings)
         check_same_run(world.settings, theirs, world.layout.digest, specification.layout)
         context = replace(context, epoch=specification.epoch)
-        fragments = range(len(world.layout.fragments))
+        self.holds = self._draw_modules(actor)
         # A replica that is far behind may know of no record for longer than a start has patience.
-        loaded = [await load(context, fragment) for fragment in fragments]
+        loaded = [
+            await load(context, one.index) if one.module in (self.holds or one.module) else None
+            for one in world.layout.fragments
+        ]
         actor.starting = False
-        views = [item.view for item in loaded]
-        starts = tuple(start_at(item) for item in loaded)
+        views = [item.view if item is not None else None for item in loaded]
+        starts = tuple(start_at(item) if item is not None else None for item in loaded)
         replica = tensors.replica(self.index, world.settings.sync, world.layout, views)
         found = self.disk.restore(actor, context) if self.disk is not None else None
         local_step, tokens = (found.local_step, found.tokens) if found else (0, 0)
         meter = Meter(self.name, context.traffic, local_step=local_step, earlier_tokens=tokens)
-        life = await join(context, "sim")
+        life = await join(context, "sim", holds=self.holds)
         self.incarnation = life.incarnation
         uploader = self._uploader(actor, context, replica)
         publisher = Publisher(context, background.post, uploader, peers, life)
@@ -202,7 +208,8 @@ class SimLearner:
         tensors.begin(replica, position)
         self.meter = meter
         own = Life(context.epoch, self.name, life.incarnation)
-        world.checkers.on_began(own, [start.version for start in starts], position)
+        versions = [start.version if start is not None else 0 for start in starts]
+        world.checkers.on_began(own, versions, position)
         claims = self._claims(context, background, life, place)
         rules = sync_rules(world.settings.sync, world.layout)
         planner = Planner(
@@ -222,6 +229,14 @@ class SimLearner:
         world.checkers.on_leaving(own, synchronizer.position)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(say_end(publisher, claims, synchronizer.position), LEAVE_S)
+
+    def _draw_modules(self, actor: Actor) -> tuple[str, ...]:
+        """Draws the modules that a life holds; empty: all."""
+        modules = self.world.layout.modules
+        if len(modules) == 1 or self.holds_all or actor.rng.random() < 0.3:
+            return ()
+        self.world.injected["modules"] += 1
+        return tuple(actor.rng.sample(modules, actor.rng.randint(1, len(modules) - 1)))
 
     def _claims(
         self,

@@ -65,6 +65,7 @@ class Scenario:
             traced=plan.traced,
             record_bytes=self._record_bytes(),
             averaged=plan.has("averaged"),
+            modules=self._modules(),
             sizes=self._sizes(),
             share_expiry_s=plan.rng("expiry").choice([4.0, 8.0, 20.0]),
         )
@@ -79,8 +80,9 @@ class Scenario:
         self._effects = plan.rng("crash_at_effect")
         self._releases = plan.rng("releases")
         # A record in an object is named after its contents, and is written as it is; the earlier
-        # release knows of no centered clipping.
+        # release knows of no centered clipping, and of no modules.
         later = self.world.settings.robust
+        later = later or len(self.world.layout.modules) > 1
         self._mixed = plan.has("releases") and not (later or plan.has("bodies"))
         self.operator = Operator(
             self.world, [f"learner-{index}" for index in range(plan.learners)], self.begin
@@ -110,6 +112,13 @@ class Scenario:
         if not self.plan.has("bodies"):
             return wire.RECORD_BYTES
         return self.plan.rng("bodies").choice([1, 1500, 3000])
+
+    def _modules(self) -> int:
+        """Returns the number of modules: with dense tensors, and numbers, one, that all hold."""
+        if not self.plan.has("modules") or self.plan.dense or self.plan.has("numbers"):
+            return 1
+        fragments = settings(self.plan)["sync"]["fragments"]
+        return min(fragments, self.plan.rng("modules").choice([2, 3]))
 
     def _step_s(self, index: int) -> float:
         step_s = 1.0
@@ -182,6 +191,8 @@ class Scenario:
             return
         work.append(asyncio.ensure_future(self._let_everybody_in(plan.rng("let in"))))
         work.append(asyncio.ensure_future(self._check_superseded()))
+        if len(world.layout.modules) > 1:
+            work.append(asyncio.ensure_future(self._let_modules_be_held()))
         if plan.has("life"):
             work.append(asyncio.ensure_future(self._check_paused(plan.rng("calm"))))
         await asyncio.gather(*work)
@@ -249,6 +260,18 @@ class Scenario:
         while not self.world.checkers.stopped:
             if self.world.checkers.admission.shut_out():
                 await self.operator.command(self.operator.release, rng)
+            await asyncio.sleep(RETURNS_S)
+
+    async def _let_modules_be_held(self) -> None:
+        """Has learners start again that hold all, until some living learner holds each module."""
+        modules = self.world.layout.modules
+        while not self.world.checkers.stopped:
+            living = [one for one in self.learners if one.actor is not None]
+            held = {module for one in living for module in one.holds or modules}
+            partial_ones = [one for one in living if one.holds and not one.leave_asked]
+            if held < {*modules}:
+                for one in partial_ones:
+                    one.holds_all = one.leave_asked = True
             await asyncio.sleep(RETURNS_S)
 
     async def _check_paused(self, rng: random.Random) -> None:

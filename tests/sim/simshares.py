@@ -65,6 +65,9 @@ class Batches:
         for learner, position in earlier.items():
             self._said[learner].append(_Said(0, position))
         self._newest: dict[str, int] = {}
+        # By life, and of the life before each, the fragments whose modules it does not hold.
+        self._lacks: dict[tuple[str, int], Collection[int]] = {}
+        self._lacked: dict[tuple[str, int], Collection[int]] = {}
         self._expiries: set[int] = set()
 
     # Learners
@@ -101,8 +104,14 @@ class Batches:
 
     # The tape
 
-    def join(self, learner: str, seq: int, msg_id: str) -> None:
-        """Note a join: a learner's own, or one by which an aggregator ends a silent life."""
+    def join(self, learner: str, seq: int, msg_id: str, lacks: Collection[int] = ()) -> None:
+        """Note a join: a learner's own, or one by which an aggregator ends a silent life.
+
+        `lacks` are the fragments whose modules the life does not hold.
+        """
+        before = (learner, self._newest.get(learner, 0))
+        self._lacks[learner, seq] = lacks
+        self._lacked[learner, seq] = self._lacks.get(before, ())
         self._newest[learner] = seq
         if msg_id.startswith(EXPIRY):
             self._expiries.add(seq)
@@ -140,6 +149,8 @@ class Batches:
 
     def _lost(self, word: wire.Claim, fragment: int) -> int:
         """Returns how many batches before a life's position are in no update of a fragment."""
+        if fragment in self._lacked.get((word.learner, word.incarnation), ()):
+            return 0  # The life before did not train it.
         said = self._before(word.learner, word.incarnation)
         mine = [one for one in said if one.fragments is None or fragment in one.fragments]
         return word.position - max((one.position for one in mine), default=0)

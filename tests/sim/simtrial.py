@@ -79,13 +79,14 @@ WORLDS = (
     "bad_machine",
     "together",
     "slices",
+    "modules",
 )
 FULL = (*KINDS, *WORLDS)
 CODECS = ("float32", "bfloat16", "int8", "int4")
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 # Kinds in a sixteenth of full worlds: production arithmetic and many versions cost time, and a tape
 # that has lost messages cannot be checked any more. An eighth of full worlds have a learner of slices.
-RARE = {"numbers": 0.125, "tail_lost": 0.125, "together": 0.125, "slices": 0.25}
+RARE = {"numbers": 0.125, "tail_lost": 0.125, "together": 0.125, "slices": 0.25, "modules": 0.5}
 
 # The most honest learners: the next name is the liar's.
 MOST = LIAR_INDEX

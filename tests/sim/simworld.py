@@ -63,6 +63,7 @@ class World:
         traced: True to keep the last events, for a trace.
         record_bytes: size above which a record's body is in an object.
         averaged: whether the last of several fragments holds averaged state.
+        modules: the number of the model's modules, at most that of its fragments.
         sizes: the sizes of the data's epoch and shares; None: the data has no shares.
         share_expiry_s: seconds of silence after which an aggregator frees a learner's shares.
     """
@@ -79,6 +80,7 @@ class World:
         traced: bool = False,
         record_bytes: int = wire.RECORD_BYTES,
         averaged: bool = False,
+        modules: int = 1,
         sizes: Sizes | None = None,
         share_expiry_s: float = 600.0,
     ) -> None:
@@ -129,7 +131,7 @@ class World:
         self._config = Config.model_validate(
             self.settings.model_dump() | {"store": {"url": "memory://simulated"}}
         )
-        self.layout = self._make_layout(averaged=averaged)
+        self.layout = self._make_layout(averaged=averaged, modules=modules)
         self.epoch = 0
         self.store = SimStore()
         self.checkers = Checkers(self)
@@ -137,14 +139,16 @@ class World:
         self.broker = SimBroker(self.clock, self._hear, self.checkers.on_trimming)
         self.rng = random.Random(f"world-{seed}")
 
-    def _make_layout(self, *, averaged: bool) -> Layout:
+    def _make_layout(self, *, averaged: bool, modules: int) -> Layout:
         count, block = self.settings.sync.fragments, self.settings.sync.block
         shape = (self.tensors.elements,)
         tensors = [Tensor(name=f"ledger{i}", shape=shape, dtype="float32") for i in range(count)]
         state = tensors[-1].name if averaged and count > 1 else None
+        module = {tensor.name: f"module-{i % modules}" for i, tensor in enumerate(tensors)}
 
         def hint(name: str, _shape: tuple[int, ...]) -> TensorHint:
-            return TensorHint(kind="averaged" if name == state else "trained")
+            kind = "averaged" if name == state else "trained"
+            return TensorHint(kind=kind, module=module[name] if modules > 1 else "")
 
         return make_layout(tensors, fragments=count, block=block, hint=hint)
 
