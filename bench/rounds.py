@@ -350,6 +350,7 @@ def record(learners: int, merged: int) -> wire.Record:
         "incarnation": 1, "live": True, "left": False, "final": False, "step_time_s": 1.25,
         "weight": 1e6 / 3, "heard_at_s": 1e9 / 3, "offences": 0, "tokens_per_step": 8192.0,
         "read_at_s": 1e9 / 3, "speed": 1 / 3, "unused_s": 1 / 3, "norm": 1 / 3, "missed": 0,
+        "not_holding": (),
     }  # fmt: skip
     shard = wire.Shard(
         name=names.shard("bench", f"learner-{learners}", 0, 0, 1, 1, 0),

@@ -187,7 +187,7 @@ class Forger:
             learner=learner, incarnation=self.lives[learner], live=True, left=False, final=False,
             step_time_s=STEP_S, weight=1.0, heard_at_s=now_s, offences=0,
             tokens_per_step=TOKENS / STEPS, read_at_s=now_s, speed=1 / STEP_S, unused_s=0.0,
-            norm=1.0, missed=0,
+            norm=1.0, missed=0, not_holding=(),
         )  # fmt: skip
 
     def mark(self, manifest: wire.Manifest) -> wire.Mark:

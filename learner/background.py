@@ -266,6 +266,10 @@ class NoOtherHosts:
         """Returns the checkpoints of which each other host has its part: here of none."""
         return []
 
+    async def snapshots(self) -> list[set[tuple[int, int]]]:
+        """Returns the snapshots of which each other host has its part: here of none."""
+        return []
+
     async def stored(self, _fragment: int, _seq: int) -> tuple[wire.Shard, ...]:
         """Waits until the other hosts have stored their shards of an update; returns the shards."""
         return ()

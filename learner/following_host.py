@@ -29,7 +29,13 @@ from diloco.learner.life import (
 )
 from diloco.learner.synchronizer import Meter, Synchronizer, never
 from diloco.learner.tensors import tree
-from diloco.learner.wire.checkpoint_save_and_restore import Restored, readable_parts
+from diloco.learner.tensors.checkpoint import CheckpointFolder
+from diloco.learner.tensors.send_and_adopt import Replica
+from diloco.learner.wire.checkpoint_save_and_restore import (
+    Restored,
+    readable_parts,
+    readable_snapshots,
+)
 from diloco.learner.wire.claims import GrantedShares
 from diloco.learner.wire.fetch_versions import VersionFetcher
 from diloco.learner.wire.publish import Uploader
@@ -68,6 +74,8 @@ def _following_life(
     held = read_frozen(host, context, constants_object)
     compile_programs(host, replica, held)
     folder = own_folder(host, context)
+    if host.config.learner.snapshot_steps and folder is not None:
+        _go_on(host, context, replica, link, folder)
     go = link.receive(messages.Go)
     fetcher = VersionFetcher(context, replica)
     uploader = Uploader(context, replica, jax.process_index(), jax.process_count())
@@ -107,6 +115,18 @@ def _following_life(
         find=find,
         shares=shares,
     )
+
+
+def _go_on(
+    host: Host, context: Context, replica: Replica, link: HostLink, folder: CheckpointFolder
+) -> None:
+    """Takes over this host's part of the unsent work of the life before, as host 0 says."""
+    section = host.config.learner
+    here = readable_snapshots(context, section, folder, replica.unsent_shapes())
+    link.tell(messages.HaveUnsent(snapshots=tuple(here)))
+    told = link.receive(messages.GoOn)
+    if told.snapshot is not None:
+        replica.carry(here[told.snapshot].values(), told.found)
 
 
 def _told_views(context: Context, link: HostLink) -> Iterator[np.ndarray]:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,8 +20,10 @@ from diloco.common.storage.data_share_allocation import Holding
 from diloco.common.storage.tape import await_specification, has_ended
 from diloco.learner.background import Context, NoOtherHosts
 from diloco.learner.core import sync
+from diloco.learner.core.carry import Carried, carry
 from diloco.learner.core.events import (
     Start,
+    SyncRules,
     sync_rules,
 )
 from diloco.learner.core.handover import CheckpointId, why_left
@@ -55,6 +57,7 @@ from diloco.learner.wire.checkpoint_save_and_restore import (
     Restored,
     Saver,
     readable_parts,
+    readable_snapshots,
     restore,
 )
 from diloco.learner.wire.claims import Claims
@@ -215,13 +218,17 @@ def _leading_life(
     publisher = _publish_and_adopt(host, context, replica, meter, starts, peers, life)
     # Not before the join: an update of an earlier life that is still in flight is merged if it is
     # stored before the join, and rejected if after.
-    place = host.starting(place_after_join(context))
+    place = host.starting(place_after_join(context, life.incarnation))
+    rules = sync_rules(context.settings.sync, context.layout, paused=context.settings.run.paused)
+    begun = _Begun(life, place, rules, starts)
+    place, unsent = _go_on(host, context, replica, peers, folder, begun)
     position = place.position
     if place.lost:
         context.logger.warning("work_lost", position=position, batches=list(place.lost))
     shares = _shares(host, context, peers, life, place)
     saver = make_saver(host, context, folder, life.incarnation)
-    planner = _planner(host, context, starts, peers, saver)
+    state = carry(rules, sync.begin(rules, starts), unsent)
+    planner = _planner(host, context, rules, state, peers, saver)
     first = planner.first_step()
     peers.say(messages.Go(incarnation=life.incarnation, position=position, global_step=first))
     synchronizer = Synchronizer(
@@ -370,24 +377,65 @@ def _common_checkpoint(
     return max(set(parts).intersection(*others), key=lambda found: found[::-1], default=None)
 
 
+class _Begun(NamedTuple):
+    """What a life knows of its beginning: its join, data position, rules and versions."""
+
+    life: Membership
+    place: ResumePosition
+    rules: SyncRules
+    starts: tuple[Start, ...]
+
+
+def _go_on(
+    host: Host,
+    context: Context,
+    replica: Replica,
+    peers: NoOtherHosts,
+    folder: CheckpointFolder | None,
+    begun: _Begun,
+) -> tuple[ResumePosition, tuple[Carried, ...]]:
+    """Takes over the unsent work of the life before, if a snapshot has it on all hosts.
+
+    Returns:
+        The data position, and by fragment how the work was taken over; nothing if none was.
+    """
+    section, place = host.config.learner, begun.place
+    if not section.snapshot_steps or folder is None:
+        return place, ()
+    here = readable_snapshots(context, section, folder, replica.unsent_shapes())
+    common = set(here).intersection(*host.background.call(peers.snapshots()))
+    for number in sorted(common, reverse=True):
+        facts, values = here[number]
+        found = place.fits(facts, begun.life, begun.rules, begun.starts)
+        if found is not None:
+            peers.say(messages.GoOn(snapshot=number, found=found))
+            replica.carry(values(), found)
+            steps = [one.work.steps for one in found]
+            context.logger.info("work_carried", position=facts.position, steps=steps)
+            return place.going_on(facts.position, found), found
+    peers.say(messages.GoOn(snapshot=None))
+    return place, ()
+
+
 def _planner(
     host: Host,
     context: Context,
-    starts: tuple[Start, ...],
+    rules: SyncRules,
+    state: sync.State,
     peers: NoOtherHosts,
     saver: Saver | None,
 ) -> Planner:
-    settings = context.settings
-    rules = sync_rules(settings.sync, context.layout, paused=settings.run.paused)
     return Planner(
         rules=rules,
-        state=sync.begin(rules, starts),
+        state=state,
         inbox=host.background,
         tokens_per_step=host.member.tokens_per_step,
         asked_to_leave=lambda: host.asked_to_leave() or peers.asked_to_leave(),
         lookahead=peers.lookahead,
         drain_timeout_s=host.config.learner.drain_timeout_s,
         checkpoint_due=never if saver is None else saver.due,
+        snapshot_steps=host.config.learner.snapshot_steps,
+        saver_idle=never if saver is None else saver.idle,
         tell=peers.tell,
         turned=context.health.turned,
     )

@@ -218,8 +218,8 @@ class Learner:
         meter = self._synchronizer.meter
         took_s = time.perf_counter() - self._began_s
         meter.stepped(took_s, self._synchronizer.tokens_per_step, read)
-        if boundary.checkpoint and save is not None:
-            self._checkpoint()
+        if boundary.checkpoint and (save is not None or boundary.unsent):
+            self._checkpoint(boundary)
             self._save = None
         meter.state = boundary.state
         while boundary.then == "hold" and boundary.state in GOING_ON:
@@ -254,19 +254,19 @@ class Learner:
             self._life.give_up()
             self._asked.set()
             if self._save is not None and not _is_gone(self._save):
-                self._checkpoint()
+                self._checkpoint(Boundary((), "hold", self.global_step))
         # Parameters that were donated to a step which never returned cannot be sent.
         while self._then != "end" and not _is_gone(self._params):
             boundary = self._turn()
             synchronizer.meter.state, self._then = boundary.state, boundary.then
         self._life.leave()
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, boundary: Boundary) -> None:
         """Makes a checkpoint of the loop's last `save`, if this learner keeps checkpoints."""
-        saver = self._synchronizer.saver
-        if saver is not None:
-            state = self._save() if callable(self._save) else self._save
-            saver.save(state, self._synchronizer.progress())
+        state = self._save() if callable(self._save) else self._save
+        if boundary.unsent:
+            self._synchronizer.replica.trained = self._trained()
+        self._synchronizer.checkpoint(state, boundary)
 
     def _turn(self) -> Boundary:
         synchronizer = self._synchronizer

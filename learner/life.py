@@ -335,6 +335,8 @@ def compile_programs(host: Host, replica: Replica, held: Params) -> None:
     host.probes.health.begin_phase("compiling")
     with host.member.compiling():
         replica.warm_up()
+        if host.config.learner.snapshot_steps:
+            jax.block_until_ready(replica.unsent())
         if host.member.warm_up is not None:
             host.member.warm_up(lambda: tree.join(copied(replica.trained), copied(held)))
 

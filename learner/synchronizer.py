@@ -13,8 +13,9 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.wire import METRIC_NAME, MOST_METRICS
 from diloco.learner.background import TrafficCounts
 from diloco.learner.core import sync
+from diloco.learner.core.carry import Unsent, snapshot
 from diloco.learner.core.events import (
     Adopt,
     Changed,
@@ -357,6 +359,8 @@ class Planner:
             the run's end there is no limit, since the aggregator waits for this learner.
         clock: returns the time in seconds.
         checkpoint_due: returns whether a checkpoint is due.
+        snapshot_steps: the steps between two snapshots; an update makes one due at once. 0: none.
+        saver_idle: returns whether no checkpoint is being made.
         tell: is called with each boundary when it is planned.
         turned: is called at each boundary, also at boundaries without a step.
     """
@@ -370,10 +374,13 @@ class Planner:
     drain_timeout_s: float = 0.0
     clock: Callable[[], float] = field(default_factory=Clock)
     checkpoint_due: Callable[[], bool] = never
+    snapshot_steps: int = 0
+    saver_idle: Callable[[], bool] = never
     tell: Callable[[Boundary], None] = lambda _boundary: None
     turned: Callable[[], None] = lambda: None
     _then: Then = "step"
     _flushing_since_s: float | None = None
+    _since_snapshot: int = 0
     _planned: deque[Boundary] = field(default_factory=deque)
     _payloads: dict[tuple[int, int], Decoded] = field(default_factory=dict)
 
@@ -414,19 +421,34 @@ class Planner:
             self.rules, self.state, Stepped(now_s, tokens, steps=int(stepped))
         )
         self._then = self._after(now_s)
+        self._since_snapshot += self.snapshot_steps if _sends(effects) else int(stepped)
+        due = stepped and (self._ending() or self._checkpoint_due())
         return Boundary(
             effects,
             self._then,
             sync.clock(self.rules, self.state),
             self._doing(),
-            stepped and (self._ending() or self._checkpoint_due()),
+            due,
             self.state.stopping,
+            self._snapshot() if due else (),
         )
 
     def _checkpoint_due(self) -> bool:
         """True if a checkpoint is due, and no boundary that is planned ahead makes one."""
-        planned = any(boundary.checkpoint for boundary in self._planned)
-        return not planned and self.checkpoint_due()
+        if any(boundary.checkpoint for boundary in self._planned):
+            return False
+        wanted = 0 < self.snapshot_steps <= self._since_snapshot and self.saver_idle()
+        return wanted or self.checkpoint_due()
+
+    def _snapshot(self) -> tuple[Unsent, ...]:
+        """Returns the unsent work for a snapshot; nothing if none are made.
+
+        Who ends sends all of it, so that nothing is left to go on with.
+        """
+        if not self.snapshot_steps or self._ending():
+            return ()
+        self._since_snapshot = 0
+        return snapshot(self.state)
 
     def _take_events(self, wait_s: float) -> None:
         for event, payload in self.inbox.events(wait_s):
@@ -454,6 +476,10 @@ class Planner:
             self._flushing_since_s = now_s
         late = not self.state.stopping and now_s - self._flushing_since_s > self.drain_timeout_s
         return "end" if late or sync.flushed(self.state) else "hold"
+
+
+def _sends(effects: Sequence[Effect]) -> bool:
+    return any(isinstance(effect, Send) for effect in effects)
 
 
 # --- Carrying it out
@@ -559,12 +585,31 @@ class Synchronizer:
                         step_time_s=self.meter.step_time_s,
                         dispatched_at_s=self.clock(),
                         digest=self._digest(effect),
+                        covered=self._covered(effect),
                     )
                 )
             case Republish():
                 self.outbox(effect)
             case Finished(fragments):
                 self.outbox(Done(self.position, fragments))
+
+    def checkpoint(self, state: Any, boundary: Boundary) -> None:
+        """Makes the checkpoint that a boundary asks for, if this learner keeps checkpoints.
+
+        Args:
+            state: the contents of the checkpoint, a tree of arrays.
+            boundary: the boundary, which was carried out.
+        """
+        if self.saver is None:
+            return
+        values = self.replica.unsent() if boundary.unsent else None
+        self.saver.save(state, self.progress(), boundary.unsent, values)
+
+    def _covered(self, send: Send) -> Callable[[], Awaitable[None]] | None:
+        # A life's last updates leave nothing to go on with.
+        if self.saver is None or send.final:
+            return None
+        return partial(self.saver.cover, self.meter.local_step)
 
     def _digest(self, send: Send) -> Callable[[], str] | None:
         """Returns a function that computes the digest of the fragment's view; None if none is due.

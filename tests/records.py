@@ -92,5 +92,5 @@ def make_member(name: str, steps_per_s: float) -> wire.MemberState:
     return wire.MemberState(
         learner=name, incarnation=1, live=True, left=False, final=False, step_time_s=0.1,
         weight=1.0, heard_at_s=0.0, offences=0, tokens_per_step=1.0, read_at_s=0.0,
-        speed=steps_per_s, unused_s=0.0, norm=1.0, missed=0,
+        speed=steps_per_s, unused_s=0.0, norm=1.0, missed=0, not_holding=(),
     )  # fmt: skip

@@ -163,6 +163,10 @@ class CheckpointError(DilocoError):
     status = Exit.DAMAGED
 
 
+class NoSnapshotError(CheckpointError):
+    """A checkpoint has no unsent work, as those have that are made when a learner ends."""
+
+
 class SupersededError(DilocoError):
     """Another process has joined the run under this learner's name."""
 

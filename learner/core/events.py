@@ -206,9 +206,13 @@ Effect = Adopt | Send | Republish | Finished
 
 
 class Start(NamedTuple):
-    """The version of a fragment with which a learner begins, and its record's sequence."""
+    """The version of a fragment with which a learner begins, and its record's sequence.
+
+    `floor` is the version of the fragment's newest rollback; 0: there was none.
+    """
 
     version: int
     view_digest: str
     record_seq: int
     global_step: int
+    floor: int = 0

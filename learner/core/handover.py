@@ -5,9 +5,10 @@ takes a `Boundary`, which says what to do now, and the tensors of versions; it g
 outgoing messages. All are plain data: producer and consumer need not know each other.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
+from diloco.learner.core.carry import Unsent
 from diloco.learner.core.events import (
     Effect,
     Event,
@@ -31,6 +32,7 @@ class Boundary(NamedTuple):
         state: the learner's state, as its heartbeat reports it.
         checkpoint: whether to make a checkpoint at this boundary.
         stopping: whether the run's stop or end was read.
+        unsent: if the checkpoint is a snapshot, each fragment's unsent work after the effects.
     """
 
     effects: tuple[Effect, ...]
@@ -39,6 +41,7 @@ class Boundary(NamedTuple):
     state: str = "training"
     checkpoint: bool = False
     stopping: bool = False
+    unsent: tuple[Unsent, ...] = ()
 
 
 def why_left(*, stopping: bool) -> str:
@@ -92,6 +95,7 @@ class Outgoing(NamedTuple):
         dispatched_at_s: time when the encoding of `codes` was dispatched to the devices.
         digest: computes the digest of the view that the codes are taken against, from the
             learner's arrays; None: the manifest has no such digest.
+        covered: waits until a snapshot that knows of the update is stored; None: it does not wait.
     """
 
     send: Send
@@ -102,6 +106,7 @@ class Outgoing(NamedTuple):
     step_time_s: float
     dispatched_at_s: float
     digest: Callable[[], str] | None = None
+    covered: Callable[[], Awaitable[None]] | None = None
 
 
 class Done(NamedTuple):

@@ -66,6 +66,7 @@ class InFlight(NamedTuple):
         attempt: how often the update was announced again.
         void: a rollback came after the send: the update will be rejected, and its codes are
             dropped.
+        tokens: the tokens of the update's steps.
     """
 
     seq: int
@@ -74,6 +75,7 @@ class InFlight(NamedTuple):
     waits_from: int = 0
     attempt: int = 0
     void: bool = False
+    tokens: int = 0
 
 
 class Work(NamedTuple):
@@ -95,7 +97,8 @@ class FragmentState(NamedTuple):
     Attributes:
         version: the adopted version; `view_digest` is its view's, `record_seq` its record's.
         due_steps: the number of unsent steps at which the next update is due.
-        sent: this life's work that is sent, or dropped by an overwrite, a blend or a rollback.
+        sent: this life's work that is sent, or dropped by an overwrite, a blend or a rollback. Less
+            than nothing in a life that begins with unsent work of the life before (`carry.py`).
         next_seq: the number of the next update.
         in_flight: the update that no record has resolved; None: there is none.
         open_version: the version of the newest round of which the aggregator announced the opening.
@@ -288,7 +291,7 @@ def _adopt(
             fragment = _without_blended(rules, state, fragment)
         # Dropped work counts as sent, or the next manifest would claim tokens whose work is in no
         # tensor any more.
-        if ready.rolled_back or (_overwrites(rules, index) and ready.version > fragment.version):
+        if ready.rolled_back or (overwrites(rules, index) and ready.version > fragment.version):
             fragment = fragment._replace(sent=state.done)
         # A void update stays in flight: the aggregator will answer it, and until then no update
         # with a later seq may follow (answered).
@@ -378,14 +381,14 @@ def _send(
     )
     return fragment._replace(
         sent=state.done,
-        due_steps=_next_due(rules, state, index),
+        due_steps=next_due(rules, state, index),
         next_seq=fragment.next_seq + 1,
-        in_flight=InFlight(fragment.next_seq, work.steps),
+        in_flight=InFlight(fragment.next_seq, work.steps, tokens=work.tokens),
         final=ending,
     )
 
 
-def _next_due(rules: SyncRules, state: State, index: int) -> int:
+def next_due(rules: SyncRules, state: State, index: int) -> int:
     """Returns the number of steps from the update of a fragment that is sent now to the next."""
     # By the run's clock and not the learner's own steps: all learners leave the warm-up together,
     # also one that joined late.
@@ -440,7 +443,7 @@ def _in_phase(rules: SyncRules, state: State, index: int, fragment: FragmentStat
     flying, done = fragment.in_flight, state.done.steps
     # Where versions overwrite, `due_steps` counts from the version already. And a slow learner must
     # still be drawn in by a round that opens, or it would miss every second one.
-    if flying is None or not flying.announced_at_s or _overwrites(rules, index):
+    if flying is None or not flying.announced_at_s or overwrites(rules, index):
         return fragment
     if fragment.due_steps < 2 * rules.min_steps:
         return fragment
@@ -498,7 +501,7 @@ def _with_fragment(state: State, index: int, fragment: FragmentState) -> State:
     return replace(state, fragments=fragments)
 
 
-def _overwrites(rules: SyncRules, fragment: int) -> bool:
+def overwrites(rules: SyncRules, fragment: int) -> bool:
     """True if a version of the fragment overwrites the learner's parameters."""
     return rules.overwrite or fragment in rules.averaged
 

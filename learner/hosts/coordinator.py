@@ -32,6 +32,7 @@ from diloco.learner.hosts.messages import (
     Drop,
     Failure,
     Have,
+    HaveUnsent,
     Hello,
     HostMessage,
     LeaveAsked,
@@ -207,7 +208,7 @@ class Coordinator(NoOtherHosts):
         self._numbers = itertools.count(1)
         self._attempts: dict[int, _Answers] = {}
         self._stored: defaultdict[tuple[int, int], _Answers] = defaultdict(self._answers)
-        self._have = self._answers()
+        self._have, self._have_unsent = self._answers(), self._answers()
         self._tasks = [
             loop.create_task(self._listen_to(host, connection.reader))
             for host, connection in connections.items()
@@ -274,6 +275,10 @@ class Coordinator(NoOtherHosts):
         """Waits until all workers have sent a `Have`; returns each worker's checkpoints."""
         return [set(found) for found in await self._have.all]
 
+    async def snapshots(self) -> list[set[CheckpointId]]:
+        """Waits until all workers have sent a `HaveUnsent`; returns each worker's snapshots."""
+        return [set(found) for found in await self._have_unsent.all]
+
     async def close(self) -> None:
         """Closes all connections."""
         self._ended = True
@@ -306,5 +311,7 @@ class Coordinator(NoOtherHosts):
                 self._stored[fragment, seq].add(shards)
             case Have(checkpoints=found):
                 self._have.add(found)
+            case HaveUnsent(snapshots=found):
+                self._have_unsent.add(found)
             case LeaveAsked():
                 self._leave_asked = True

@@ -4,6 +4,7 @@ Host 0 directs the other hosts, the workers.
 
     host 0 -> workers  Begin     number of the run's tape, and the layout
                        Load      objects of the view with which a fragment begins
+                       GoOn      the snapshot whose unsent work this life goes on with
                        Go        the learner has joined: incarnation and data position
                        Resume    the checkpoint to resume from
                        Turn      the plan of the next step boundary
@@ -13,6 +14,7 @@ Host 0 directs the other hosts, the workers.
                        Ending    host 0 ends with an error: all hosts are to end
     workers -> host 0  Hello     the worker's number, and the secret
                        Have      checkpoints of which this host has its part
+                       HaveUnsent  the same of snapshots of unsent work
                        Prepared  the attempt has succeeded on this host, or why it has failed
                        Uploaded  this host's shards of an update are in the store
                        LeaveAsked  this host was asked to end
@@ -42,10 +44,11 @@ from diloco.common.protocol.reasons import Reason
 from diloco.common.protocol.wire import NestedRecord
 from diloco.common.storage.catchup import Change
 from diloco.common.storage.data_share_allocation import Holding
+from diloco.learner.core.carry import Carried
 from diloco.learner.core.formation import HostReport
 from diloco.learner.core.handover import Boundary, CheckpointId
 
-VERSION: Final = 9
+VERSION: Final = 10
 LENGTH: Final = struct.Struct(">I")
 FRAME_BYTES: Final = 64 << 20
 
@@ -73,6 +76,18 @@ class Load(HostMessage):
     """Names the objects from which a worker loads the view with which a fragment begins."""
 
     change: Change
+
+
+class GoOn(HostMessage):
+    """Names the snapshot whose unsent work this life goes on with.
+
+    Attributes:
+        snapshot: the snapshot; None: the life begins with nothing.
+        found: how the work is taken over, by fragment.
+    """
+
+    snapshot: CheckpointId | None
+    found: tuple[Carried, ...] = ()
 
 
 class Go(HostMessage):
@@ -158,6 +173,12 @@ class Have(HostMessage):
     checkpoints: tuple[CheckpointId, ...]
 
 
+class HaveUnsent(HostMessage):
+    """Lists the snapshots of whose unsent work this host can read its part."""
+
+    snapshots: tuple[CheckpointId, ...]
+
+
 class Failure(NestedRecord):
     """The reason why a host cannot read a version.
 
@@ -205,8 +226,8 @@ class PartAsked(HostMessage):
 _KINDS: Final[dict[str, type[HostMessage]]] = {
     kind.__name__: kind
     for kind in (
-        *(Begin, Load, Go, Resume, Turn, Prepare, Granted, Drop, Ending),
-        *(Hello, Have, Prepared, Uploaded, LeaveAsked, Report, PartAsked),
+        *(Begin, Load, GoOn, Go, Resume, Turn, Prepare, Granted, Drop, Ending),
+        *(Hello, Have, HaveUnsent, Prepared, Uploaded, LeaveAsked, Report, PartAsked),
     )
 }
 

@@ -292,6 +292,8 @@ class Worker:
     async def _store(self, outgoing: Outgoing) -> None:
         send = outgoing.send
         stored = await self._uploader.store(self._go.incarnation, send, outgoing.codes)
+        if outgoing.covered is not None:
+            await outgoing.covered()
         self._link.tell(Uploaded(fragment=send.fragment, seq=send.seq, shards=stored.shards))
         self._context.traffic.updates_sent += 1
 

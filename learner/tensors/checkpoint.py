@@ -25,9 +25,10 @@ import numpy as np
 from pydantic import ValidationError
 
 from diloco.common.protocol import names, shards
-from diloco.common.protocol.errors import CheckpointError
+from diloco.common.protocol.errors import CheckpointError, NoSnapshotError
 from diloco.common.protocol.wire import Count, Digest, Name, NestedRecord
 from diloco.common.storage.store import DirectoryStore, ObjectStore
+from diloco.learner.core.carry import Unsent
 
 # The most bytes of an object besides its arrays: of the header for each leaf, and of `Facts`.
 _LEAF_BYTES = 4096
@@ -61,6 +62,8 @@ class Facts(NestedRecord):
         position: the learner's data position in batches, for people: data resumes by the tape.
         global_step: the run's clock, for people: the clock resumes by the tape.
         leaves: the specification of each array, in order.
+        unsent: of a snapshot, what it states of each fragment's unsent work. Its arrays are a pair:
+            the state, and the values of that work.
     """
 
     run: Name
@@ -73,6 +76,7 @@ class Facts(NestedRecord):
     position: Count
     global_step: Count
     leaves: tuple[LeafSpec, ...]
+    unsent: tuple[Unsent, ...] = ()
 
 
 class HostCheckpoint(NamedTuple):
@@ -212,6 +216,35 @@ def below(checkpoint: HostCheckpoint, path: str) -> HostCheckpoint:
         facts.model_copy(update={"leaves": tuple(leaf for leaf, _ in chosen)}),
         {_key(index): array for index, (_, array) in enumerate(chosen)},
     )
+
+
+def state_in(checkpoint: HostCheckpoint) -> HostCheckpoint:
+    """Returns a checkpoint without the unsent work that a snapshot has; nothing is checked."""
+    if not checkpoint.facts.unsent:
+        return checkpoint
+    facts = checkpoint.facts.model_copy(update={"unsent": ()})
+    return _half(checkpoint._replace(facts=facts), 0)
+
+
+def unsent_in(checkpoint: HostCheckpoint) -> HostCheckpoint:
+    """Returns the unsent work that a snapshot has, without the state; nothing else is checked.
+
+    Raises:
+        NoSnapshotError: the checkpoint is no snapshot.
+    """
+    if not checkpoint.facts.unsent:
+        raise NoSnapshotError("it is not a snapshot of unsent work")
+    return _half(checkpoint, 1)
+
+
+def _half(checkpoint: HostCheckpoint, index: int) -> HostCheckpoint:
+    prefix = f"[{index}]"
+    half = below(checkpoint, prefix)
+    leaves = tuple(
+        leaf.model_copy(update={"path": leaf.path.removeprefix(prefix)})
+        for leaf in half.facts.leaves
+    )
+    return HostCheckpoint(half.facts.model_copy(update={"leaves": leaves}), half.arrays)
 
 
 def part_of(like: dict[str, jax.ShapeDtypeStruct], checkpoint: HostCheckpoint) -> Arrays:

@@ -6,7 +6,7 @@ be used again. Only the training loop's thread calls this module, on every host 
 same order.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from diloco.common.process.config import SyncSection, sync_of
 from diloco.common.protocol import shards
 from diloco.common.protocol.codecs import Encoded, code_count, code_dtype, scale_count
 from diloco.common.protocol.layout import Layout
+from diloco.learner.core.carry import Carried
 from diloco.learner.task import Params
 from diloco.learner.tensors.checkpoint import copied
 from diloco.learner.tensors.placement import Shardings, make_ownership, make_placement
@@ -42,6 +43,18 @@ class PendingView(NamedTuple):
     """A version that does not follow the adopted one: the whole new view, on the devices."""
 
     values: Blocks
+
+
+class UnsentValues(NamedTuple):
+    """The values of a learner's unsent work, by leaf, sharded over the learner's mesh.
+
+    Attributes:
+        ahead: theta + q - V, float32: the parameters less the views, without the updates in flight.
+        flying: q, the values of the updates in flight, in the leaves' dtypes; 0 elsewhere.
+    """
+
+    ahead: Leaves
+    flying: Leaves
 
 
 class Replica:
@@ -77,6 +90,7 @@ class Replica:
         self._sizes = [fragment.size for fragment in layout.fragments]
         self._names = [name for name, _ in named_leaves(like)]
         self._structure = jax.tree.structure(like)
+        self._like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)
         self._placement = make_placement(layout, like, shardings)
         self._kernels = [
             make_kernels(
@@ -199,6 +213,49 @@ class Replica:
             part = copied(self._placement.inward(_part(self._leaves(), kernels)))
             yield self._placement.outward(kernels.overwrite(part, self._view(fragment)))
 
+    def unsent(self) -> "UnsentValues":
+        """Returns the values of the unsent work, for a snapshot; they may still be computing."""
+        leaves = self._placement.inward(self._leaves())
+        ahead, views = copied(leaves), copied(leaves)
+        flying = _zeros(self._like, self._placement.inner)
+        for fragment, kernels in enumerate(self._kernels):
+            views |= kernels.overwrite(_part(views, kernels), self._view(fragment))
+            codes = self._in_flight.get(fragment)
+            if codes is not None and not self._averaged[fragment]:
+                ahead |= kernels.settle(_part(ahead, kernels), codes)
+                flying |= kernels.settle(_part(flying, kernels), codes)
+        return UnsentValues(_differences(ahead, views), flying)
+
+    def unsent_shapes(self) -> "UnsentValues":
+        """Returns the shapes of `unsent`, with their shardings."""
+        inner = self._placement.inner
+        named = named_leaves(self._like)
+
+        def shapes(dtype: Any = None) -> dict[str, Any]:
+            return {
+                name: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=inner[name])
+                for name, leaf in named
+            }
+
+        return UnsentValues(shapes(jnp.float32), shapes())
+
+    def carry(self, values: "UnsentValues", found: Sequence[Carried]) -> None:
+        """Moves the parameters from the views by unsent work of the life before.
+
+        Args:
+            values: the work, as `unsent` returned it in that life; it is donated.
+            found: how each fragment's work is taken over.
+        """
+        ahead = dict(values.ahead)
+        for kernels, one in zip(self._kernels, found, strict=True):
+            # What is not to be taken over, in the fragment's rows.
+            part = _part(values.flying if one.again else ahead, kernels)
+            if one.again or one.dropped:
+                away = _negative(kernels.blocks(part))
+                ahead |= kernels.add(_part(ahead, kernels), away)
+        leaves = self._placement.inward(self._leaves())
+        self.trained = self._tree(self._placement.outward(_sums(leaves, ahead)))
+
     def digest(self, fragment: int) -> Callable[[], str] | None:
         """Returns a function that computes the digest of a fragment's view; it waits for devices.
 
@@ -305,6 +362,24 @@ def _zero_rows(kernels: Kernels, blocks: int) -> Encoded:
     codec, block = kernels.delta_codec, kernels.block
     scales = np.zeros(scale_count(codec, blocks * block, block), code_dtype("bfloat16"))
     return Encoded(scales, np.zeros((blocks, code_count(codec, block)), code_dtype(codec)))
+
+
+@jax.jit
+def _differences(new: Leaves, old: Leaves) -> Leaves:
+    return {name: new[name].astype(jnp.float32) - old[name].astype(jnp.float32) for name in new}
+
+
+@jax.jit
+def _sums(leaves: Leaves, values: Leaves) -> Leaves:
+    return {
+        name: (leaf.astype(jnp.float32) + values[name]).astype(leaf.dtype)
+        for name, leaf in leaves.items()
+    }
+
+
+@jax.jit
+def _negative(blocks: Blocks) -> Blocks:
+    return tuple(-piece for piece in blocks)
 
 
 def _part(leaves: dict[str, Any], kernels: Kernels) -> dict[str, Any]:

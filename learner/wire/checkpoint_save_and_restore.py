@@ -6,6 +6,8 @@ machine's disk, then among its own uploads in the object store, and for a warm s
 learners' uploads.
 """
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,11 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import jax
+
 from diloco.common.process import metrics
 from diloco.common.process.config import LearnerSection
 from diloco.common.protocol import names, shards
-from diloco.common.protocol.errors import CheckpointError, DilocoError
+from diloco.common.protocol.errors import CheckpointError, DilocoError, NoSnapshotError
 from diloco.learner.background import Context
+from diloco.learner.core.carry import Unsent
 from diloco.learner.core.handover import CheckpointId
 from diloco.learner.tensors import checkpoint as checkpoints
 from diloco.learner.tensors import checkpoint_encryption as encryption
@@ -86,6 +91,54 @@ def open_folder(
 
 # --- Saving
 
+# Seconds for which an update's announcement waits for a snapshot.
+COVERED_S = 20.0
+
+
+class Coverage:
+    """The steps that stored snapshots cover, for updates that wait to be announced.
+
+    An update is announced once a snapshot of its boundary, or of a later one, is stored, so that
+    the next life knows what was sent. After `COVERED_S` seconds, or while snapshots fail, it is
+    announced without: the next life then goes on with nothing of this one.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._logger = context.logger
+        self._steps = 0
+        self._fail = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+
+    def stored(self, local_step: int) -> None:
+        """Notes that a snapshot at `local_step` is stored; from any thread."""
+        self._steps, self._fail = max(self._steps, local_step), False
+        self._wake()
+
+    def failed(self) -> None:
+        """Notes that a checkpoint could not be stored; from any thread."""
+        self._fail = True
+        self._wake()
+
+    async def cover(self, local_step: int) -> None:
+        """Waits until a snapshot with more steps than `local_step` is stored."""
+        self._loop = asyncio.get_running_loop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COVERED_S):
+                while self._steps <= local_step and not self._fail:
+                    news = self._news
+                    await news.wait()
+        if self._steps <= local_step:
+            self._logger.warning("announced_uncovered", local_step=local_step)
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
 
 class Saver:
     """Makes a learner's checkpoints, on a thread of its own.
@@ -115,35 +168,59 @@ class Saver:
         self._key = key_of(section)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
-        self._made_s = time.monotonic()
+        self._made_s = self._uploaded_s = time.monotonic()
+        self._coverage = Coverage(context)
 
     def due(self) -> bool:
         """True if the last checkpoint is old enough for the next, and none is being made."""
         waited_s = time.monotonic() - self._made_s
-        idle = self._running is None or self._running.done()
-        return waited_s >= self._section.checkpoint_interval_s and idle
+        return waited_s >= self._section.checkpoint_interval_s and self.idle()
 
-    def save(self, state: Any, progress: TrainingProgress) -> None:
+    def idle(self) -> bool:
+        """True if no checkpoint is being made."""
+        return self._running is None or self._running.done()
+
+    async def cover(self, local_step: int) -> None:
+        """Waits until a snapshot with more steps than `local_step` is stored (`Coverage`)."""
+        if self._section.snapshot_steps:
+            await self._coverage.cover(local_step)
+
+    def save(
+        self,
+        state: Any,
+        progress: TrainingProgress,
+        unsent: tuple[Unsent, ...] = (),
+        values: Any = None,
+    ) -> None:
         """Copies the state on the devices, and returns; the thread then makes the checkpoint.
 
-        A failure is logged, and ends nothing.
+        A failure is logged, and ends nothing. A snapshot is left out while another checkpoint is
+        being made, as on a host that is slower than host 0.
 
         Args:
             state: the contents of the checkpoint, a tree of arrays.
             progress: the learner's counters.
+            unsent: of a snapshot, what it states of the fragments' unsent work.
+            values: of a snapshot, the values of that work, which nobody else uses.
         """
-        self._made_s = time.monotonic()
+        if unsent and not self.idle():
+            return
+        began_s = self._made_s = time.monotonic()
         copies = checkpoints.copied(state)
         if self._part:
             copies = checkpoints.local_part(copies)
-        stall_s = time.monotonic() - self._made_s
-        self._running = self._worker.submit(self._make, copies, progress, stall_s)
+        if unsent:
+            copies = copies, checkpoints.local_part(values)
+        stall_s = time.monotonic() - began_s
+        self._running = self._worker.submit(self._make, copies, progress, unsent, stall_s)
 
     def close(self) -> None:
         """Waits for the checkpoint that is being made, if there is one, and ends the thread."""
         self._worker.shutdown()
 
-    def _make(self, copies: Any, progress: TrainingProgress, stall_s: float) -> None:
+    def _make(
+        self, copies: Any, progress: TrainingProgress, unsent: tuple[Unsent, ...], stall_s: float
+    ) -> None:
         context, began_s = self._context, time.monotonic()
         try:
             arrays = checkpoints.on_host(copies)
@@ -154,9 +231,12 @@ class Saver:
                 epoch=context.epoch,
                 incarnation=self._incarnation,
                 leaves=checkpoints.describe(copies, arrays),
+                unsent=unsent,
                 **progress._asdict(),
             )
             number = self._folder.write(HostCheckpoint(facts, arrays))
+            if unsent:
+                self._coverage.stored(progress.local_step)
             context.logger.info(
                 "checkpoint_saved",
                 number=number,
@@ -165,8 +245,8 @@ class Saver:
                 took_s=round(time.monotonic() - began_s, 4),
                 stall_s=round(stall_s, 6),
             )
-            if self._section.checkpoint_upload:
-                self._upload(HostCheckpoint(facts, arrays))
+            if self._uploads(snapshot=bool(unsent)):
+                self._upload(checkpoints.state_in(HostCheckpoint(facts, arrays)))
             context.metrics.set(metrics.CHECKPOINTED_AT, context.runtime.clock())
             context.health.troubles.pop("checkpoint", None)
         except Exception as error:  # noqa: BLE001 - training goes on without this checkpoint
@@ -174,7 +254,17 @@ class Saver:
                 "checkpoint_failed", local_step=progress.local_step, why=str(error)
             )
             context.metrics.add(metrics.CHECKPOINT_FAILURES)
+            self._coverage.failed()
             context.health.troubles["checkpoint"] = f"checkpoints fail: {error}"
+
+    def _uploads(self, *, snapshot: bool) -> bool:
+        """True if a checkpoint is to be uploaded; of snapshots, one in each interval."""
+        now_s = time.monotonic()
+        early = snapshot and now_s - self._uploaded_s < self._section.checkpoint_interval_s
+        if not self._section.checkpoint_upload or early:
+            return False
+        self._uploaded_s = now_s
+        return True
 
     def _upload(self, checkpoint: HostCheckpoint) -> None:
         """Uploads a checkpoint, and deletes all but the newest of this learner's uploads.
@@ -274,6 +364,53 @@ def readable_parts(
     return found
 
 
+class ReadableSnapshot(NamedTuple):
+    """A snapshot of this learner, of which this host's part of the unsent work is read and checked.
+
+    Attributes:
+        facts: what the snapshot states.
+        values: puts the work on the devices; all hosts of the learner must call it.
+    """
+
+    facts: Facts
+    values: Callable[[], Any]
+
+
+def readable_snapshots(
+    context: Context, section: LearnerSection, folder: CheckpointFolder, shapes: Any
+) -> dict[CheckpointId, ReadableSnapshot]:
+    """Returns the snapshots in this host's folder whose unsent work it can read.
+
+    Args:
+        context: the learner's context.
+        section: the learner's section of the configuration.
+        folder: this host's folder.
+        shapes: the shapes of the unsent work's values, with their shardings, a tree.
+
+    Returns:
+        The snapshots, by (incarnation, local step).
+    """
+    shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
+    like = checkpoints.local_shapes(shapes, shardings)
+    search = _Search(
+        context, section, folder, like, _at_once, checkpoints.part_of, choose=checkpoints.unsent_in
+    )
+
+    def values(part: Any) -> Any:
+        return checkpoints.of_local_part(shapes, shardings, part)
+
+    found: dict[CheckpointId, ReadableSnapshot] = {}
+    for _, facts, part in _healthy(context, search.of_folder()):
+        found[facts.incarnation, facts.local_step] = ReadableSnapshot(facts, partial(values, part))
+    return found
+
+
+def _at_once(what: str, function: Callable[[], T]) -> T:
+    """Calls a function that reads this machine's disk."""
+    del what
+    return function()
+
+
 def _skip(context: Context, where: str, name: str, error: DilocoError) -> None:
     context.logger.warning("checkpoint_skipped", where=where, name=name, why=error.message)
 
@@ -329,6 +466,8 @@ def _healthy(
     for candidate in candidates:
         try:
             facts, state = candidate.read()
+        except NoSnapshotError:
+            continue
         except DilocoError as error:
             _skip(context, candidate.where, candidate.name, error)
             continue
@@ -362,6 +501,7 @@ class _Search(NamedTuple):
     Attributes:
         build: (shapes, checkpoint) -> the state, or one host's part of the state.
         part: the name of this host's part; "": the learner has one host.
+        choose: what to take of a checkpoint: the state, or a snapshot's unsent work.
     """
 
     context: Context
@@ -371,6 +511,7 @@ class _Search(NamedTuple):
     fetch: PatientFetch
     build: Callable[[Any, HostCheckpoint], Any]
     part: str = ""
+    choose: Callable[[HostCheckpoint], HostCheckpoint] = checkpoints.state_in
 
     def candidates(self) -> Iterator[_Candidate]:
         own = self.context.learner
@@ -411,9 +552,10 @@ class _Search(NamedTuple):
     def _read_folder(self, number: int) -> tuple[Facts, Any]:
         assert self.folder is not None
         facts = self.folder.facts(number)
-        self._check(facts, self.context.learner)
         arrays = self.folder.arrays(number, facts)
-        return facts, self.build(self.like, HostCheckpoint(facts, arrays))
+        checkpoint = self.choose(HostCheckpoint(facts, arrays))
+        self._check(checkpoint.facts, self.context.learner)
+        return checkpoint.facts, self.build(self.like, checkpoint)
 
     def _read_stored(self, stored: CheckpointObject) -> tuple[Facts, Any]:
         largest = encryption.sealed_bytes(checkpoints.largest_object(self.like))

@@ -113,7 +113,13 @@ async def load(context: Context, fragment: int) -> Loaded:
 def start_at(loaded: Loaded) -> Start:
     """Returns the core's `Start` for a loaded version of a fragment."""
     record = loaded.record
-    return Start(record.version, record.view_digest, loaded.record_seq, record.global_step)
+    return Start(
+        record.version,
+        record.view_digest,
+        loaded.record_seq,
+        record.global_step,
+        record.policy.floor,
+    )
 
 
 def whole(loaded: Loaded) -> Change:

@@ -34,10 +34,12 @@ class Membership(NamedTuple):
         incarnation: the sequence of the join in the stream.
         ids: the message ids with which the process tried to publish the join. They are random, so
             that no join of another process has one of them.
+        before: the sequence of the name's join before; 0: this is its first.
     """
 
     incarnation: int
     ids: frozenset[str]
+    before: int = 0
 
 
 async def join(
@@ -79,7 +81,7 @@ async def join(
     incarnation = await context.runtime.retry(
         "publishing join", joining.attempt, logger=context.logger
     )
-    return Membership(incarnation, frozenset(joining.ids))
+    return Membership(incarnation, frozenset(joining.ids), joining.before_seq)
 
 
 async def _last_error(context: Context) -> str:
@@ -152,13 +154,14 @@ class _Joining:
 
     Attributes:
         ids: message ids of the attempts so far.
+        before_seq: the sequence that the next compare-and-swap expects.
     """
 
     def __init__(self, context: Context, payload: bytes, before_seq: int) -> None:
         self._context = context
         self._subject = names.join(context.run, context.learner)
         self._payload = payload
-        self._before_seq = before_seq
+        self.before_seq = before_seq
         self.ids: list[str] = []
         self._doubt = False
 
@@ -178,7 +181,7 @@ class _Joining:
                 self._payload,
                 # Each attempt has its own id: a cluster may acknowledge a stale swap by its id.
                 msg_id=self.ids[-1],
-                expected_last=self._before_seq,
+                expected_last=self.before_seq,
             )
         except (SwapLostError, BusUnavailableError) as error:
             self._doubt = True
@@ -193,9 +196,9 @@ class _Joining:
         Updates the sequence that the next compare-and-swap expects.
         """
         newest_seq = await last_at_leader(self._context.bus, self._subject)
-        if newest_seq > self._before_seq:
+        if newest_seq > self.before_seq:
             messages = self._context.bus.read(
-                self._context.tape, [self._subject], self._before_seq + 1
+                self._context.tape, [self._subject], self.before_seq + 1
             )
             async with contextlib.aclosing(messages):  # type: ignore[type-var]
                 async for message in messages:
@@ -203,7 +206,7 @@ class _Joining:
                         return message.seq
                     if message.seq >= newest_seq:
                         break
-        self._before_seq = newest_seq
+        self.before_seq = newest_seq
         return 0
 
 

@@ -297,6 +297,8 @@ class Publisher:
             attempt=0,
             final=send.final,
         )
+        if outgoing.covered is not None:
+            await outgoing.covered()
         self._manifests[send.fragment] = manifest
         stored_at_s = context.runtime.clock()
         await self._announce(manifest)

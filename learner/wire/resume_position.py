@@ -4,13 +4,19 @@ A learner's updates and leaves report its position.
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import WireError
 from diloco.common.storage.bus import Message
 from diloco.common.storage.data_share_allocation import lost_batches
-from diloco.common.storage.tape import data_reached
+from diloco.common.storage.tape import data_reached, decode_as
 from diloco.learner.background import Context
-from diloco.learner.wire.incarnation import last_at_leader
+from diloco.learner.core.carry import Carried, carried
+from diloco.learner.core.events import Start, SyncRules
+from diloco.learner.tensors.checkpoint import Facts
+from diloco.learner.wire.incarnation import Membership, last_at_leader
 
 
 class ResumePosition(NamedTuple):
@@ -21,22 +27,111 @@ class ResumePosition(NamedTuple):
         lost: for each fragment, how many batches before `position` are in none of the fragment's
             updates, as after a crash; empty if there are none. Lost batches are not trained again,
             since they may be in updates of other fragments.
+        announced: for each fragment, incarnation and number of its newest update on the tape; 0, 0:
+            there is none.
     """
 
     position: int
     lost: tuple[int, ...]
+    announced: tuple[tuple[int, int], ...] = ()
+
+    def going_on(self, position: int, found: Sequence[Carried]) -> "ResumePosition":
+        """Returns the position of a learner that goes on with the unsent work of a snapshot.
+
+        Args:
+            position: the position of the snapshot.
+            found: how the snapshot's work is taken over, by fragment.
+        """
+        lost = tuple(
+            position - reached - one.work.steps if one.held else 0
+            for reached, one in zip(self._reached(), found, strict=True)
+        )
+        return self._replace(position=position, lost=lost if any(lost) else ())
+
+    def fits(
+        self,
+        facts: Facts,
+        life: Membership,
+        rules: SyncRules,
+        starts: Sequence[Start | None],
+    ) -> tuple[Carried, ...] | None:
+        """Returns how the unsent work of a snapshot is taken over; None if it must not be.
+
+        Only the life before this one may be gone on with, and only if its snapshot has all that it
+        announced. Otherwise work could be sent twice.
+
+        Args:
+            facts: what the snapshot states.
+            life: this learner's join.
+            rules: the core's rules.
+            starts: the versions with which this life begins.
+        """
+        if facts.incarnation != life.before or len(facts.unsent) != len(starts):
+            return None
+        announced = [
+            seq if incarnation == facts.incarnation else 0 for incarnation, seq in self.announced
+        ]
+        found = carried(rules, facts.unsent, announced, starts)
+        if found is None:
+            return None
+        begins = (facts.position - one.work.steps for one in found)
+        sent_already = any(
+            begin < reached for begin, reached in zip(begins, self._reached(), strict=True)
+        )
+        return None if sent_already else found
+
+    def _reached(self) -> tuple[int, ...]:
+        """Returns, by fragment, the position up to which batches are in its updates."""
+        lost = self.lost or (0,) * len(self.announced)
+        return tuple(self.position - batches for batches in lost)
 
 
-async def place_after_join(context: Context) -> ResumePosition:
+async def place_after_join(context: Context, incarnation: int) -> ResumePosition:
     """Returns the data position of this learner, from the tape; to be called after the join.
 
     Before the join, an update of an earlier process of the same name could still be stored and
     merged. Updates of that process that are stored after the join are rejected as superseded.
+
+    Args:
+        context: the learner's context.
+        incarnation: the sequence of the join.
     """
-    reached = await data_reached(context, context.learner, lambda subject: _last(context, subject))
+    newest: dict[str, Message | None] = {}
+
+    async def last(subject: str) -> Message | None:
+        newest[subject] = await _last(context, subject)
+        return newest[subject]
+
+    reached = await data_reached(context, context.learner, last)
     position = max(reached.values())
-    lost = lost_batches(position, reached, len(context.layout.fragments))
-    return ResumePosition(position, lost if any(lost) else ())
+    count = len(context.layout.fragments)
+    lost = lost_batches(position, reached, count)
+    subjects = (names.update(context.run, context.learner, fragment) for fragment in range(count))
+    announced = tuple(_number_of(subject, newest[subject], incarnation) for subject in subjects)
+    return ResumePosition(position, lost if any(lost) else (), announced)
+
+
+def _number_of(subject: str, message: Message | None, incarnation: int) -> tuple[int, int]:
+    """Returns incarnation and number of the newest update that was announced before the join.
+
+    Args:
+        subject: the subject of a fragment's updates.
+        message: its last message; None: there is none.
+        incarnation: the sequence of the join.
+
+    Returns:
+        The incarnation and the number; 0, 0 if they are not known.
+    """
+    if message is None:
+        return 0, 0
+    try:
+        manifest = decode_as(wire.Manifest, subject, message.payload)
+    except WireError:
+        return 0, 0  # Another client with this learner's credentials sent it.
+    if message.seq < incarnation:
+        return manifest.incarnation, manifest.seq
+    # A process that has not ended yet announced it: the aggregator rejects it as superseded.
+    return (0, 0) if manifest.attempt else (manifest.incarnation, manifest.seq - 1)
 
 
 async def _last(context: Context, subject: str) -> Message | None:

@@ -32,6 +32,7 @@ def start(world: World, slices: int, hosts: int = 1, **settings):
         "cpu_devices": 1,
         "heartbeat_interval_s": 0.25,
         "checkpoint_interval_s": 0.5,
+        "snapshot_steps": 2,
         **settings,
     }
     configs = []
@@ -224,17 +225,18 @@ def parts_of_pause(world, fault_s) -> dict[str, float]:
         for events in [process.events()]
     ]
     after = [[(at_s, event) for at_s, event in log if at_s > fault_s] for log in logs]
-    # Host 0 of a formation alone joins the run.
+    formed = [[at_s for at_s, event in log if event["action"] == "formation"] for log in after]
+    # Host 0 of a formation alone joins the run. One that was formed before the fault does not count.
     started_s, started, log = min(
         (
             (at_s, event, log)
-            for log in after
+            for log, times in zip(after, formed, strict=True)
             for at_s, event in log
             if event["action"] == "started" and "joining" in event["phases_s"]
+            if any(formed_s < at_s for formed_s in times)
         ),
         key=lambda found: found[0],
     )
-    formed = [[at_s for at_s, event in log if event["action"] == "formation"] for log in after]
     noticed_s = min(at_s for times in formed for at_s in times)
     formed_s = max(at_s for at_s in formed[after.index(log)] if at_s < started_s)
     sent_s = min(at_s for at_s, event in log if event["action"] == "sent" and at_s > started_s)

@@ -173,3 +173,40 @@ def test_who_returns_after_many_versions_catches_up_in_one_pass(new_world):
     assert len(read) <= every * len(versions)
     world.stop()
     assert [learner.wait(), aggregator.wait()] == [0, 0]
+
+
+@pytest.mark.long
+def test_what_was_not_sent_outlives_a_killed_process(new_world):
+    """Of each fragment a life's first update begins where the last of the life before ended."""
+    snapshots = {"checkpoint_dir": "checkpoints", "snapshot_steps": 2}
+    world = new_world(run=ENDLESS, task=SLOWER, learner=snapshots, gc=WHOLE)
+    world.aggregator()
+    lives = [world.learner("a")]
+    for kill in range(4):
+        until(world, lives[-1], "sent", 7 + kill)
+        lives[-1].kill()
+        lives.append(world.learner("a"))
+        until(world, lives[-1], "work_carried", 1)
+    until(world, lives[-1], "sent", 7)
+    world.stop()
+    assert lives[-1].wait() == 0
+    tape = read_tape(world)
+    tape.check()
+    ends: dict[int, int] = {}
+    counted: Counter[int] = Counter()
+    for _, sent in tape.manifests:
+        if sent.attempt:
+            continue
+        assert sent.position - sent.steps == ends.get(sent.fragment, 0)
+        ends[sent.fragment] = sent.position
+        counted[sent.fragment] += sent.tokens
+    assert set(counted) == {0, 1, 2}
+    # Each life trains on from its snapshot: only what came after that is trained again.
+    drawn = [
+        [note.position for note in group]
+        for _, group in itertools.groupby(world.notes("a"), lambda note: note.pid)
+    ]
+    for life, positions in zip(lives[1:], drawn[1:], strict=True):
+        (carried,) = life.events("work_carried")
+        assert positions[0] == carried["position"]
+        assert not life.events("work_lost")

@@ -4,9 +4,12 @@ A learner that restarts must continue from its newest complete checkpoint. A pow
 the newest file short.
 """
 
+import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,16 +18,92 @@ from simchain import Violation
 
 from diloco.common.process.config import LearnerSection
 from diloco.learner.background import Context
+from diloco.learner.core.carry import Carried, Unsent
+from diloco.learner.core.events import Start, SyncRules
 from diloco.learner.synchronizer import Synchronizer
 from diloco.learner.tensors import checkpoint as checkpoints
 from diloco.learner.tensors.checkpoint import Facts, HostCheckpoint, PartFolder
-from diloco.learner.wire.checkpoint_save_and_restore import Restored, TrainingProgress, restore
+from diloco.learner.wire.checkpoint_save_and_restore import (
+    Coverage,
+    Restored,
+    TrainingProgress,
+    restore,
+)
+from diloco.learner.wire.incarnation import Membership
+from diloco.learner.wire.resume_position import ResumePosition
 
 KEEP = 12
 EVERY_STEPS = 3
 LIKE = {"moment": jnp.zeros(4)}
 # In memory where there is such a folder: a file's fsync would take real time, thousands of times.
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+# Snapshots that are kept, and the longest time in seconds that one takes.
+SNAPSHOTS, SNAPSHOT_S = 2, 3.0
+
+
+class Snapshots:
+    """The snapshots of one learner's unsent work, which outlive its processes."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Facts, Any]] = []
+
+    def going_on(
+        self,
+        place: ResumePosition,
+        life: Membership,
+        rules: SyncRules,
+        starts: Sequence[Start | None],
+    ) -> tuple[Facts, Any, tuple[Carried, ...]] | None:
+        """Returns the newest snapshot that fits the tape, and how its work is taken over."""
+        for facts, values in reversed(self.kept):
+            found = place.fits(facts, life, rules, starts)
+            if found is not None:
+                return facts, values, found
+        return None
+
+
+class SimSaver:
+    """Makes the snapshots of one life, with the methods of `Saver`; each takes a while."""
+
+    def __init__(
+        self, actor: Actor, context: Context, incarnation: int, snapshots: Snapshots
+    ) -> None:
+        self._actor = actor
+        self._context = context
+        self._incarnation = incarnation
+        self._snapshots = snapshots
+        self._coverage = Coverage(context)
+        self._busy = False
+        self.cover = self._coverage.cover
+
+    def idle(self) -> bool:
+        return not self._busy
+
+    def save(
+        self, _state: Any, progress: TrainingProgress, unsent: tuple[Unsent, ...], values: Any
+    ) -> None:
+        context = self._context
+        facts = Facts(
+            run=context.run, learner=context.learner, layout=context.layout.digest,
+            epoch=context.epoch, incarnation=self._incarnation, leaves=(), unsent=unsent,
+            **progress._asdict(),
+        )  # fmt: skip
+        self._busy = True
+        self._actor.spawn(self._write(facts, values))
+
+    async def _write(self, facts: Facts, values: Any) -> None:
+        await asyncio.sleep(self._actor.rng.uniform(0, SNAPSHOT_S))
+        self._actor.check()
+        self._busy = False
+        self._actor.effect("save", f"{facts.local_step}", lambda: self._keep(facts, values))
+        self._actor.world.injected["snapshots"] += 1
+        # Here a step is counted before its boundary.
+        self._coverage.stored(facts.local_step + 1)
+
+    def _keep(self, facts: Facts, values: Any) -> None:
+        self._snapshots.kept = [*self._snapshots.kept, (facts, values)][-SNAPSHOTS:]
 
 
 class Disk:

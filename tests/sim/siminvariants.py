@@ -332,10 +332,13 @@ class Checkers:
 
     # Learners
 
-    def on_began(self, life: Life, versions: Sequence[int], position: int) -> None:
-        """Checks the data position at which a life begins; notes it, and the life's versions."""
+    def on_began(self, life: Life, versions: Sequence[int], position: int, before: int = 0) -> None:
+        """Checks the data position at which a life begins; notes it, and the life's versions.
+
+        `before` is the life whose unsent work it goes on with; 0: there is none.
+        """
         if self._is_judged(life):
-            self._guard(self.batches.begin, life, position)
+            self._guard(self.batches.begin, life, position, before)
         if life.epoch == self.epoch:
             for account in self.let_go.values():
                 account.begin(life, versions[account.fragment], position)

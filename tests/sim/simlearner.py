@@ -10,7 +10,7 @@ from typing import Any
 from simactor import Actor, Killed
 from simaveraged import Life
 from simchain import Violation
-from simdisk import Disk
+from simdisk import Disk, SimSaver, Snapshots
 from simmesh import MeshUploader
 from simtensors import TOKENS
 from simworld import World, ended
@@ -22,6 +22,7 @@ from diloco.common.storage.tape import load_specification
 from diloco.learner.background import Context as LearnerContext
 from diloco.learner.background import NoOtherHosts
 from diloco.learner.core import sync
+from diloco.learner.core.carry import carry
 from diloco.learner.core.events import (
     Adopt,
     Effect,
@@ -30,7 +31,7 @@ from diloco.learner.core.events import (
 )
 from diloco.learner.core.handover import NOTHING, Arrived, Decoded
 from diloco.learner.leading_host import say_end
-from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer
+from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer, never
 from diloco.learner.wire.claims import LOOK_S, Claims
 from diloco.learner.wire.fetch_versions import Receiver, VersionFetcher, load, start_at
 from diloco.learner.wire.incarnation import (
@@ -116,6 +117,7 @@ class SimLearner:
         heartbeat_interval_s: seconds between heartbeats.
         hosts: possible numbers of hosts; each start of the learner draws one of them.
         disk: the disk with the learner's checkpoints.
+        snapshot_steps: steps between two snapshots of unsent work; 0: there are none.
         life: arguments of `Actor` for each start of the learner.
     """
 
@@ -128,9 +130,12 @@ class SimLearner:
         heartbeat_interval_s: float = 1.0,
         hosts: Sequence[int] = (1,),
         disk: Disk | None = None,
+        snapshot_steps: int = 0,
         **life: Any,
     ) -> None:
         self.disk = disk
+        self.snapshot_steps = snapshot_steps
+        self.snapshots = Snapshots()
         self.world = world
         self.index = index
         self.name = f"learner-{index}"
@@ -203,24 +208,35 @@ class SimLearner:
         background.spawn(
             publisher.beat(lambda: meter.heartbeat(life.incarnation), self.heartbeat_interval_s)
         )
-        place = await place_after_join(context)
+        place = await place_after_join(context, life.incarnation)
+        rules = sync_rules(world.settings.sync, world.layout)
+        going_on = self.snapshots.going_on(place, life, rules, starts)
+        if going_on is not None:
+            place = place.going_on(going_on[0].position, going_on[2])
         position = place.position
         tensors.begin(replica, position)
+        if going_on is not None:
+            world.injected["carried"] += 1
+            replica.carry(going_on[1], going_on[2])
         self.meter = meter
         own = Life(context.epoch, self.name, life.incarnation)
+        before = life.before if going_on is not None else 0
         versions = [start.version if start is not None else 0 for start in starts]
-        world.checkers.on_began(own, versions, position)
+        world.checkers.on_began(own, versions, position, before)
         claims = self._claims(context, background, life, place)
-        rules = sync_rules(world.settings.sync, world.layout)
+        saver = None
+        if self.snapshot_steps:
+            saver = SimSaver(actor, context, life.incarnation, self.snapshots)
         planner = Planner(
-            rules=rules, state=sync.begin(rules, starts),
+            rules=rules, state=carry(rules, sync.begin(rules, starts), going_on[2] if going_on else ()),
+            snapshot_steps=self.snapshot_steps, saver_idle=saver.idle if saver else never,
             inbox=background, tokens_per_step=self.tokens_per_step, drain_timeout_s=LEAVE_S, clock=actor.clock,
             asked_to_leave=lambda: self.leave_asked,
         )  # fmt: skip
         synchronizer = SimSynchronizer(
             replica=replica, position=position, tokens_per_step=self.tokens_per_step, boundaries=planner,
             outbox=lambda word: background.spawn(publisher.say(word)), meter=meter,
-            saver=None, clock=actor.clock, life=own,
+            saver=saver, clock=actor.clock, life=own,
         )  # fmt: skip
         save = None
         if self.disk is not None:
@@ -320,5 +336,8 @@ class SimLearner:
             synchronizer.losses.stepped(None, 1.0)
             if save is not None:
                 save()
-            then = synchronizer.turn().then
+            boundary = synchronizer.turn()
+            if boundary.unsent:
+                synchronizer.checkpoint(None, boundary)
+            then = boundary.then
             world.checkers.on_stepped(self.name, loop.now_s - began_s)

@@ -132,8 +132,16 @@ class Scenario:
         if self.plan.has("meshes") or self.plan.has("host_loss"):
             hosts = self.plan.rng(f"hosts-{index}").choice([(1,), (2,), (1, 2, 3)])
         disk = Disk(self.plan.rng(f"disk-{index}")) if self.plan.has("checkpoints") else None
-        step_s = self._step_s(index)
-        return SimLearner(self.world, index, step_s=step_s, hosts=hosts, disk=disk)
+        carries = self.plan.has("carried")
+        steps = self.plan.rng(f"snapshots-{index}").choice([0, 1, 1, 4]) if carries else 0
+        return SimLearner(
+            self.world,
+            index,
+            step_s=self._step_s(index),
+            hosts=hosts,
+            disk=disk,
+            snapshot_steps=steps,
+        )
 
     def _sliced(self, index: int) -> SlicedLearner:
         return SlicedLearner(

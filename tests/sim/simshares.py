@@ -64,6 +64,8 @@ class Batches:
         self._said: defaultdict[str, list[_Said]] = defaultdict(list)
         for learner, position in earlier.items():
             self._said[learner].append(_Said(0, position))
+        # Lives that go on with what the life before had not sent.
+        self._going_on: set[tuple[str, int]] = set()
         self._newest: dict[str, int] = {}
         # By life, and of the life before each, the fragments whose modules it does not hold.
         self._lacks: dict[tuple[str, int], Collection[int]] = {}
@@ -72,12 +74,27 @@ class Batches:
 
     # Learners
 
-    def begin(self, life: Life, position: int) -> None:
-        """Checks where a life's data begins: after all that its learner has announced in time."""
+    def begin(self, life: Life, position: int, before: int) -> None:
+        """Checks where a life's data begins: after all that its learner has announced in time.
+
+        A life that goes on with the unsent work of the one `before` begins where that work ends,
+        which is no further than that life has trained.
+        """
         said = self._before(life.learner, life.incarnation)
         expected = max((one.position for one in said), default=0)
         what = f"begins at {position}, its learner's work ends at {expected}"
-        hold(position == expected, "batches", f"{life.learner} {life.incarnation}", what)
+        about = f"{life.learner} {life.incarnation}"
+        if not before:
+            hold(position == expected, "batches", about, what)
+            return
+        hold(position >= expected, "batches", about, what)
+        self._going_on.add((life.learner, life.incarnation))
+        if self._sizes is not None:
+            trained = self._trained[life.learner, before]
+            last = max(trained, default=-1)
+            hold(position <= last + 1, "batches", about, f"begins at {position}, it had {last}")
+            ours = {at: batch for at, batch in trained.items() if at < position}
+            self._trained[life.learner, life.incarnation] = ours
 
     def train(self, life: Life, position: int, holding: Holding) -> None:
         """Checks the batch, at this data position, on which a life begins a step."""
@@ -145,7 +162,14 @@ class Batches:
         lost = [0 if orderly else self._lost(word, fragment) for fragment in self._fragments]
         self._injected["work_lost"] += any(lost)
         about, told = f"{word.learner} {word.incarnation}", word.lost or (0,) * len(lost)
-        hold([*told] == lost, "batches", about, f"{word.what} says lost {told}, not {lost}")
+        # Who goes on has lost nothing, except where versions overwrite or roll back.
+        goes_on = (word.learner, word.incarnation) in self._going_on
+        right = (
+            all(0 <= one <= most for one, most in zip(told, lost, strict=True))
+            if goes_on
+            else [*told] == lost
+        )
+        hold(right, "batches", about, f"{word.what} says lost {told}, not {lost}")
 
     def _lost(self, word: wire.Claim, fragment: int) -> int:
         """Returns how many batches before a life's position are in no update of a fragment."""

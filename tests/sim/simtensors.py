@@ -31,6 +31,7 @@ from diloco.common.protocol import shards, slices, wire
 from diloco.common.protocol.codecs import Encoded, decode_numpy
 from diloco.common.protocol.layout import Layout
 from diloco.common.storage.store import ObjectStore
+from diloco.learner.core.carry import Carried
 from diloco.learner.tensors.send_and_adopt import Delta, PendingView, Replica
 
 TOKENS = 100
@@ -93,6 +94,17 @@ class LightReplica:
         """Begin a life at this position: earlier steps were sent by earlier lives, or are lost."""
         self.position = position
         self._starts = [position] * len(self.views)
+
+    def unsent(self) -> tuple[list[int], dict[int, int]]:
+        return list(self._starts), dict(self._in_flight)
+
+    def carry(self, values: tuple[list[int], dict[int, int]], found: Sequence[Carried]) -> None:
+        """Go on with a snapshot of the life before; `begin` has set the snapshot's position."""
+        starts, in_flight = values
+        for fragment, one in enumerate(found):
+            if not one.dropped:
+                sent = 0 if one.again else in_flight.get(fragment, 0)
+                self._starts[fragment] = max(starts[fragment], sent)
 
     def owned(self, fragment: int) -> np.ndarray:
         return self._blocks[fragment]

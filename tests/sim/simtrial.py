@@ -66,6 +66,7 @@ WORLDS = (
     "outlived",
     "numbers",
     "checkpoints",
+    "carried",
     "power_cut",
     "releases",
     "revoked",

@@ -179,12 +179,12 @@ def test_what_a_superseded_life_sends_late_moves_no_data_position(run_async, lat
         first = await join(context, "here")
         await bus.publish(subject, wire.encode(manifest(first, position=8)))
         second = await join(context, "there")
-        assert (await place_after_join(context)).position == 8
+        assert (await place_after_join(context, 1 << 40)).position == 8
         await bus.publish(subject, wire.encode(manifest(second, position=24)))
         # Nor forward: it will be rejected, and somebody has to train on these batches.
         await bus.publish(subject, wire.encode(manifest(first, position=late)))
         await join(context, "there")
-        return (await place_after_join(context)).position
+        return (await place_after_join(context, 1 << 40)).position
 
     assert run_async(scenario()) == 24
 
@@ -214,6 +214,6 @@ def test_a_replica_that_is_behind_takes_no_data_position_back(run_async):
             announced = wire.encode(manifest(life, position=position))
             sent.append(await bus.publish(names.update("r", "learner-0", 0), announced))
         await join(context, "here")
-        return (await place_after_join(context)).position
+        return (await place_after_join(context, 1 << 40)).position
 
     assert run_async(scenario()) == 16

@@ -250,6 +250,12 @@ class LearnerSection(Section):
     checkpoint_keep: Steps = Field(
         default=2, description="number of newest checkpoints that are kept"
     )
+    snapshot_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="steps between two snapshots: checkpoints with the work that is not sent yet,"
+        " with which the next life goes on after a crash. Updates wait for the snapshot that"
+        " knows them. 0: none, and that work is lost; needs `checkpoint_dir`, best in memory",
+    )
     checkpoint_upload: bool = Field(
         default=False,
         description="upload checkpoints to the object store, for a restart on another machine;"
@@ -278,6 +284,8 @@ class LearnerSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "LearnerSection":
+        if self.snapshot_steps and self.checkpoint_dir is None:
+            raise ValueError("snapshot_steps makes checkpoints in checkpoint_dir, which is not set")
         if self.checkpoint_upload and self.checkpoint_dir is None:
             raise ValueError(
                 "checkpoint_upload uploads what is in checkpoint_dir, which is not set"

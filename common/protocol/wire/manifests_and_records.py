@@ -265,7 +265,6 @@ class MemberState(NestedRecord):
         " and then rounds do not wait for it",
     )
     not_holding: Several[Positive] = Field(
-        default=(),
         description="its newest incarnations, at most 4, that do not hold the fragment's module",
     )
 

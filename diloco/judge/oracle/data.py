@@ -1,9 +1,10 @@
 """Checks the data positions of updates, and that every update is answered once.
 
 A learner takes one batch a step, in order: an update of n steps at position p covers the batches
-from p - n to p. A new life resumes after the batches of all earlier lives. On a trimmed tape each
-fragment is checked from its oldest record on. That record's position and marks tell which updates
-were answered before.
+from p - n to p. A new life resumes after the batches of all earlier lives; or it goes on with what
+the life before had not sent, of each fragment exactly where that one's updates end. On a trimmed
+tape each fragment is checked from its oldest record on. That record's position and marks tell which
+updates were answered before.
 """
 
 import math
@@ -79,6 +80,10 @@ class _LearnerData:
         most: the greatest, if messages of earlier lives that came late are counted too.
         said: the greatest position that a life stated while it was the newest.
         late: the greatest position that a life stated after a newer one had joined.
+        of_fragment: the greatest position that the newest life of its time stated of a fragment;
+            the key None: of all fragments.
+        reached: `of_fragment` when the newest life joined.
+        begins: least and most position at which each of its lives may have begun anew.
         left: stream sequence and position of the newest life's leave; None: it has not left.
     """
 
@@ -89,11 +94,26 @@ class _LearnerData:
     said: int = 0
     late: int = 0
     left: tuple[int, int] | None = None
+    of_fragment: dict[int | None, int] = field(default_factory=dict)
+    reached: dict[int | None, int] = field(default_factory=dict)
+    begins: set[tuple[int, int]] = field(default_factory=set)
+
+    def goes_on_at(self, fragment: int, start: int) -> bool:
+        """True if unsent work of earlier lives may begin at `start`.
+
+        It begins where the fragment's updates end; or, if a life that began anew has sent none,
+        where that life began.
+        """
+        reached = max(self.reached.get(fragment, 0), self.reached.get(None, 0))
+        anew = any(least <= start <= most for least, most in self.begins)
+        return start == reached or (start > reached and anew)
 
     def join(self, incarnation: int, holds: tuple[str, ...] = ()) -> None:
         """Begins a life, which may resume from `said` on."""
         self.incarnation, self.holds, self.left = incarnation, holds, None
+        self.reached = dict(self.of_fragment)
         self.least, self.most = self.said, max(self.said, self.late)
+        self.begins.add((self.least, self.most))
 
 
 class Data:
@@ -117,7 +137,8 @@ class Data:
         self._overwritten, self._blend = overwritten, blend
         self._learners: dict[str, _LearnerData] = defaultdict(_LearnerData)
         for name, position in earlier.items():
-            self._learners[name].said = position
+            learner = self._learners[name]
+            learner.said = learner.of_fragment[None] = position
         self._epoch = specification.epoch
         self._sent: dict[_Life, _Sent] = defaultdict(_Sent)
         # By fragment, the updates that came in turn, until a position passes them.
@@ -162,12 +183,18 @@ class Data:
         for fragment in leave.fragments:
             sent = self._sent[_Life(leave.learner, leave.incarnation, fragment)]
             sent.covered = max(sent.covered, leave.position)
-        self._say(leave.learner, leave.incarnation, leave.position)
+        about = leave.fragments or (None,)
+        self._say(leave.learner, leave.incarnation, leave.position, about)
 
-    def _say(self, name: str, incarnation: int, position: int) -> None:
+    def _say(
+        self, name: str, incarnation: int, position: int, fragments: Collection[int | None]
+    ) -> None:
         learner = self._learners[name]
         if incarnation >= learner.incarnation:
             learner.said = max(learner.said, position)
+            for fragment in fragments:
+                before = learner.of_fragment.get(fragment, 0)
+                learner.of_fragment[fragment] = max(before, position)
         else:
             # The update will not be merged. Newer lives may or may not have counted its position.
             learner.late = max(learner.late, position)
@@ -189,9 +216,10 @@ class Data:
             yield from self._check_data(manifest, seq, sent, learner)
         # If it is not higher, the record at which the trimmed tape begins has answered it.
         if manifest.seq > sent.answered:
-            waiting = Unanswered(
-                seq, manifest.tokens, not sent.unanswered, life.learner in self._shut_out
-            )
+            # The updates before it may be trimmed, and had no verdict yet.
+            in_turn = self._whole_from == 1 or sent.seq or manifest.seq == sent.answered + 1
+            due = bool(in_turn) and not sent.unanswered
+            waiting = Unanswered(seq, manifest.tokens, due, life.learner in self._shut_out)
             sent.unanswered[manifest.seq] = waiting
             if waiting.due:
                 self._due[manifest.fragment].append((seq, life, manifest.seq))
@@ -199,7 +227,7 @@ class Data:
         sent.covered = max(sent.covered, manifest.position)
         sent.base_version = manifest.base_version
         sent.merged_version = 0 if manifest.seq > sent.answered else manifest.base_version + 1
-        self._say(manifest.learner, manifest.incarnation, manifest.position)
+        self._say(manifest.learner, manifest.incarnation, manifest.position, (manifest.fragment,))
 
     def _check_data(
         self, manifest: wire.Manifest, seq: int, sent: _Sent, learner: _LearnerData
@@ -214,7 +242,8 @@ class Data:
         least, most = self._bounds(manifest, sent, learner)
         if trimmed and not (sent.seq and manifest.fragment in self._begun):
             most = math.inf
-        if not least <= start <= most:
+        goes_on = not sent.seq and learner.goes_on_at(manifest.fragment, start)
+        if not (least <= start <= most or goes_on):
             yield Violation("data", seq, about, "position less steps", (least, most), start)
         if manifest.base_version < sent.base_version:
             yield Violation(
@@ -267,8 +296,9 @@ class Data:
                 if seq > sent.answered and waiting.stream_seq >= record.position
             }
             for seq, waiting in [*sent.unanswered.items()][:1]:
-                waiting.due = True
-                due.append((waiting.stream_seq, life, seq))
+                waiting.due = seq == sent.answered + 1
+                if waiting.due:
+                    due.append((waiting.stream_seq, life, seq))
         self._due[record.fragment] = deque(sorted(due))
         if record.policy.floor:
             self._floors[record.fragment] = [record.policy.floor]
