@@ -62,6 +62,7 @@ class Fleet:
         outages: how machines fail and return; None: nothing ever fails.
         slices: `learner.slices`. With several, a learner continues with those that are left, as a
             new life (ADR 90); with one, a learner stops while one of its slices is out.
+        snapshot_steps: `learner.snapshot_steps`: the new life goes on with the work of a snapshot.
         elastic: a learner continues with the slices that are left, and loses nothing, as in the
             paper.
         learner_restart_s: seconds to restart a learner; None: `outages.restart_s`.
@@ -75,6 +76,7 @@ class Fleet:
     islands: tuple[PlannedIsland, ...]
     outages: Outages | None = None
     slices: int = 1
+    snapshot_steps: int = 0
     elastic: bool = False
     learner_restart_s: float | None = None
     aggregator_gbit: float = 10.0
@@ -260,6 +262,7 @@ def make_plan(
             upload_s=up_s,
             download_s=down_s,
             trace=trace,
+            snapshot_steps=fleet.snapshot_steps if fleet.slices > 1 else 0,
         )
         for island, (up_s, down_s), trace in zip(fleet.islands, travels_s, traces, strict=True)
     ]

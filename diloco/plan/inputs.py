@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
-from diloco.common.process.config import RunSettings, explain, load_config
+from diloco.common.process.config import LearnerSection, RunSettings, explain, load_config
 from diloco.common.protocol.errors import ConfigError
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.costs import Prices
@@ -103,12 +103,14 @@ def read_fleet(options: PlanOptions, step_tokens: int) -> Fleet:
         PlannedIsland(chips=each, step_s=step, step_tokens=over, gbit=gbit, rtt_s=rtt / 1000)
         for each, step, over, gbit, rtt in zip(chips, steps_s, tokens, gbits, rtts_ms, strict=True)
     )
+    learner = LearnerSection()
+    if options.config is not None:
+        learner = load_config(options.config, connects=False).learner
     return Fleet(
         islands=islands,
         outages=_outages(options),
-        slices=1
-        if options.config is None
-        else load_config(options.config, connects=False).learner.slices,
+        slices=learner.slices,
+        snapshot_steps=learner.snapshot_steps,
         elastic=options.elastic,
         learner_restart_s=options.learner_restart_s,
         aggregator_gbit=options.aggregator_gbit,

@@ -19,6 +19,7 @@ from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.learner.core import sync
+from diloco.learner.core.carry import Carried, carry, snapshot
 from diloco.learner.core.events import (
     Adopt,
     Event,
@@ -30,6 +31,7 @@ from diloco.learner.core.events import (
     SyncRules,
     sync_rules,
 )
+from diloco.learner.core.sync import Work
 from diloco.plan.outages import Trace
 from diloco.plan.virtual_time import NEVER_S, Timeline, VirtualFragment
 
@@ -48,6 +50,8 @@ class PlannedLearner:
         upload_s: time from sending an update to its announcement; each varies by `JITTER`.
         download_s: time from a version's record until the learner has the version's decoded delta.
         trace: the times at which the learner trains, and with which share of its slices.
+        snapshot_steps: steps between two snapshots of its unsent work, with which the life after a
+            death goes on; 0: there are none.
     """
 
     step_s: float
@@ -55,6 +59,7 @@ class PlannedLearner:
     upload_s: float
     download_s: float
     trace: Trace
+    snapshot_steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -345,6 +350,7 @@ class _Learner:
         self._unannounced = 0
         self._waiting = False
         self._opened = 0
+        self._going_on: tuple[Carried, ...] = ()
         self._plan_lives()
 
     def _plan_lives(self) -> None:
@@ -372,7 +378,7 @@ class _Learner:
     def _join(self) -> None:
         self.incarnation = self._timeline.next_seq()
         start = self._owner.join(self.name, self.incarnation)
-        self.state = sync.begin(self._rules, (start,))
+        self.state = carry(self._rules, sync.begin(self._rules, (start,)), self._going_on)
         self._fed_steps, self._fed_tokens = self.work.at(self._timeline.now_s)
         self._unannounced = self._opened = 0
         self._waiting = False
@@ -381,7 +387,23 @@ class _Learner:
     def _die(self) -> None:
         self.feed()
         self.count_tokens(kept=False)
+        self._going_on = self._snapshot()
         self.state = None
+
+    def _snapshot(self) -> tuple[Carried, ...]:
+        """Returns the work of the newest snapshot, which the present incarnation has not announced.
+
+        It is at most `snapshot_steps` old.
+        """
+        if self.state is None or not self._worker.snapshot_steps:
+            return ()
+        (unsent,) = snapshot(self.state)
+        again = bool(unsent.flying.steps)
+        steps = unsent.work.steps + unsent.flying.steps
+        tokens = unsent.work.tokens + unsent.flying.tokens
+        late = min(steps, int(self._rng.integers(self._worker.snapshot_steps + 1)))
+        left = steps - late
+        return (Carried(Work(left, tokens * left // max(1, steps)), again),)
 
     def count_tokens(self, *, kept: bool) -> None:
         """Adds the tokens of the present incarnation to the owner's totals.

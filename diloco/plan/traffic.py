@@ -33,7 +33,7 @@ RANGE_BYTES = 8 << 20
 MANIFEST_BYTES, SHARD_BYTES = 600, 160
 # Bytes of a record: of the record alone, for each learner that its fragment knows, and for each
 # update in it, without the update's shards (`python -m bench.rounds events`).
-RECORD_BYTES, LEARNER_BYTES, INPUT_BYTES = 1000, 327, 225
+RECORD_BYTES, LEARNER_BYTES, INPUT_BYTES = 1000, 345, 225
 # Share of its cores that an aggregator should use on average: the rest is for bursts, recovery.
 BUSY = 0.5
 # Updates whose payloads are in memory at once while a fragment's round is open.

@@ -116,10 +116,11 @@ def test_a_job_of_new_lives_loses_what_was_not_sent_where_slices_fail():
 def test_slices_of_the_runs_file_are_planned(tmp_path):
     """A learner of several slices is between one that stops whole and one that loses nothing."""
 
-    def goodput(*more, slices=1):
+    def goodput(*more, slices=1, snapshot_steps=0):
         file = tmp_path / f"run-{slices}.toml"
         peers = [f"host-{number}:8470" for number in range(slices)]
         given = f"slices = {slices}\npeers = {peers}\ncheckpoint_dir = '/c'\n"
+        given += f"snapshot_steps = {snapshot_steps}\n"
         file.write_text(RUN + ("\n[learner]\n" + given if slices > 1 else ""))
         arguments = (str(file), "--json", "--learners", "2", "--chips", "64", "--mtbi", "8h")
         arguments += ("--slice-chips", "8", "--parameters", "1B", "--return", "60s", *more)
@@ -130,8 +131,11 @@ def test_slices_of_the_runs_file_are_planned(tmp_path):
     assert name == "this system"
     continues, name = goodput(slices=4)
     assert name == "this system, 4 slices each"
+    goes_on, _ = goodput(slices=4, snapshot_steps=1)
+    same_slices, _ = goodput("--elastic", "--slice-chips", "8", slices=4)
     loses_nothing, _ = goodput("--elastic", slices=4)
-    assert stops + 0.01 < continues < loses_nothing
+    assert stops + 0.01 < continues < goes_on <= same_slices
+    assert continues < loses_nothing
 
 
 def test_slices_that_wait_for_each_other_stop_the_job_less_often():
