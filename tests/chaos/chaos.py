@@ -50,11 +50,12 @@ from diloco.common.protocol import names, wire  # noqa: E402
 from diloco.common.storage.bus import Message, jetstream  # noqa: E402
 from diloco.common.storage.tape import read_message  # noqa: E402
 from diloco.judge.audit import audit  # noqa: E402
-from diloco.judge.doctor import examine, show  # noqa: E402
+from diloco.judge.doctor import Report, examine, show  # noqa: E402
 from diloco.judge.objects import check_objects  # noqa: E402
 from diloco.operate.create import create_from  # noqa: E402
 from diloco.operate.local.fleet import LocalDaemons  # noqa: E402
 from diloco.run.cli.opening import open_run  # noqa: E402
+from diloco.run.health_findings import AGGREGATOR_DOWN  # noqa: E402
 from diloco.run.history import History, read_history  # noqa: E402
 
 LEARNERS = [f"learner-{index}" for index in range(3)]
@@ -309,9 +310,24 @@ def perform(seed: int, seconds: float, folder: Path, console: Console) -> dict[s
         strange = check_logs(folder / "logs")
     show(report, console)
     tell(result, console)
-    unhealthy = [] if report.healthy else ["diloco doctor: not healthy"]
+    unhealthy = found_wrong(report, result["faults"])
     result["failures"] = [*result.pop("breaches"), *unhealthy, *strange]
     return result
+
+
+def found_wrong(report: Report, faults: int) -> list[str]:
+    """Returns what the doctor finds wrong, but that fragments changed hands at most once a fault.
+
+    Chaos ends, pauses and cuts off aggregators again and again.
+    """
+    now = report.run_now
+    ours = now is not None and len(now.takeovers) <= faults
+    return [
+        f"diloco doctor: {one.sentence}"
+        for one in report.findings
+        if one.severity == "error"
+        and not (ours and (one.about, one.runbook) == ("aggregators", AGGREGATOR_DOWN))
+    ] + ([] if report.exists else ["diloco doctor: the run is not there"])
 
 
 def chaos_document(folder: Path, url: str) -> dict[str, Any]:
