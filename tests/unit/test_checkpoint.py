@@ -20,6 +20,8 @@ from diloco.common.protocol.errors import CheckpointError
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.store import MemoryStore
 from diloco.learner.background import Context
+from diloco.learner.core.carry import Unsent
+from diloco.learner.core.sync import Work
 from diloco.learner.tensors import checkpoint
 from diloco.learner.tensors.mesh import make_mesh
 from diloco.learner.tensors.optimizer import Matrices, adamw, muon
@@ -29,8 +31,10 @@ from diloco.learner.wire.checkpoint_save_and_restore import (
     TrainingProgress,
     open_folder,
     readable_parts,
+    readable_snapshots,
     restore,
 )
+from diloco.run.model import own_leaves
 
 PROGRESS = TrainingProgress(local_step=12, tokens=96, position=14, global_step=11)
 PARAMS = {
@@ -88,9 +92,9 @@ class Learner:
         )
         self.folder = open_folder(self.context, self.section)
 
-    def save(self, state, local_step=12):
+    def save(self, state, local_step=12, unsent=(), values=None):
         saver = Saver(self.context, self.section, self.folder, 7)
-        saver.save(state, PROGRESS._replace(local_step=local_step))
+        saver.save(state, PROGRESS._replace(local_step=local_step), unsent, values)
         saver.close()
         assert not self.logger.fields("checkpoint_failed")
 
@@ -149,6 +153,35 @@ def test_what_was_saved_comes_back(tmp_path, name, upload):
     assert (found["where"], found["of"]) == ("store" if upload else "folder", "one")
     # It can be trained on from.
     jax.jit(optimizer.update, donate_argnums=1)(PARAMS, restored.state, PARAMS)
+
+
+def test_a_snapshot_has_unsent_work_beside_what_any_checkpoint_has(tmp_path):
+    """The state comes back without it, and so do a learner's own leaves; uploads have none."""
+    own, work = {"head": jnp.arange(3.0)}, {"ahead": jnp.full(5, 2.0), "flying": jnp.ones(5)}
+    unsent = (Unsent(4, 1, Work(3, 24), Work(2, 16)),)
+    learner = Learner(tmp_path, checkpoint_upload=True, checkpoint_interval_s=1e-6)
+    learner.save((adam_state(), own), 11)
+    learner.save((adam_state(1), own), 12, unsent, work)
+    check_same(learner.restore((adam_state(), own)).state, (adam_state(1), own))
+
+    head = checkpoint.below(own_leaves._of_folder(learner.folder, 2), own_leaves.OWN)
+    check_same(checkpoint.rebuild((None, own), head), (None, own))
+
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), work
+    )
+    found = readable_snapshots(learner.context, learner.section, learner.folder, shapes)
+    assert [*found] == [(7, 12)]
+    assert found[7, 12].facts.unsent == unsent
+    check_same(found[7, 12].values(), work)
+    # The checkpoint before it is no fault.
+    assert not learner.skipped()
+
+    (stored, _) = checkpoint.stored(learner.context.store, "r", "one")
+    uploaded = checkpoint.unpack(learner.context.store.get(stored.name))
+    assert stored.local_step == 12
+    assert not uploaded.facts.unsent
+    assert len(uploaded.facts.leaves) == len(jax.tree.leaves((adam_state(), own)))
 
 
 def test_nothing_is_restored_where_nothing_is(tmp_path):

@@ -87,7 +87,7 @@ def _readers(
 
 def _of_folder(folder: Folder, number: int) -> HostCheckpoint:
     facts = folder.facts(number)
-    return HostCheckpoint(facts, folder.arrays(number, facts))
+    return checkpoints.state_in(HostCheckpoint(facts, folder.arrays(number, facts)))
 
 
 def _uploaded(context: RunContext, stored: CheckpointObject, key: bytes | None) -> HostCheckpoint:
