@@ -270,6 +270,10 @@ class NoOtherHosts:
         """Returns the snapshots of which each other host has its part: here of none."""
         return []
 
+    def made(self, _local_step: int) -> bool:
+        """True if all other hosts are done with their parts of a checkpoint."""
+        return True
+
     async def stored(self, _fragment: int, _seq: int) -> tuple[wire.Shard, ...]:
         """Waits until the other hosts have stored their shards of an update; returns the shards."""
         return ()

@@ -97,6 +97,9 @@ def _following_life(
         log_restored(context, found, parts[chosen].where, part)
         return found
 
+    def made(local_step: int) -> None:
+        link.tell(messages.Made(local_step=local_step))
+
     return Life(
         host=host,
         context=context,
@@ -107,7 +110,7 @@ def _following_life(
             boundaries=worker,
             outbox=worker.say,
             meter=Meter(context.learner, context.traffic),
-            saver=make_saver(host, context, folder, go.incarnation),
+            saver=make_saver(host, context, folder, go.incarnation, made=made),
         ),
         params=tree.join(replica.trained, held),
         leave_run=worker.why,

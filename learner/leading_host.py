@@ -226,7 +226,7 @@ def _leading_life(
     if place.lost:
         context.logger.warning("work_lost", position=position, batches=list(place.lost))
     shares = _shares(host, context, peers, life, place)
-    saver = make_saver(host, context, folder, life.incarnation)
+    saver = make_saver(host, context, folder, life.incarnation, others_made=peers.made)
     state = carry(rules, sync.begin(rules, starts), unsent)
     planner = _planner(host, context, rules, state, peers, saver)
     first = planner.first_step()

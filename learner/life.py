@@ -394,16 +394,19 @@ def log_restored(context: Context, found: Restored, where: str, part: str) -> No
 
 
 def make_saver(
-    host: Host, context: Context, folder: CheckpointFolder | None, incarnation: int
+    host: Host, context: Context, folder: CheckpointFolder | None, incarnation: int, **hosts: Any
 ) -> Saver | None:
-    """Returns the writer of this life's checkpoints; None if `folder` is None."""
+    """Returns the writer of this life's checkpoints; None if `folder` is None.
+
+    `hosts`: `made` or `others_made` of `Saver`.
+    """
     if folder is None:
         return None
     section = host.config.learner
     if section.formation and jax.process_index() >= section.slice_hosts:
         # The first slice uploads the same parts.
         section = section.model_copy(update={"checkpoint_upload": False})
-    return Saver(context, section, folder, incarnation, own_part(section))
+    return Saver(context, section, folder, incarnation, own_part(section), **hosts)
 
 
 def make_replica(host: Host, context: Context, views: Any) -> Replica:

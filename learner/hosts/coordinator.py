@@ -11,7 +11,7 @@ dropped on every host.
 import asyncio
 import itertools
 import secrets
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from diloco.learner.hosts.messages import (
     Hello,
     HostMessage,
     LeaveAsked,
+    Made,
     Prepare,
     Prepared,
     Turn,
@@ -209,6 +210,7 @@ class Coordinator(NoOtherHosts):
         self._attempts: dict[int, _Answers] = {}
         self._stored: defaultdict[tuple[int, int], _Answers] = defaultdict(self._answers)
         self._have, self._have_unsent = self._answers(), self._answers()
+        self._made: Counter[int] = Counter()
         self._tasks = [
             loop.create_task(self._listen_to(host, connection.reader))
             for host, connection in connections.items()
@@ -279,6 +281,10 @@ class Coordinator(NoOtherHosts):
         """Waits until all workers have sent a `HaveUnsent`; returns each worker's snapshots."""
         return [set(found) for found in await self._have_unsent.all]
 
+    def made(self, local_step: int) -> bool:
+        """True if all workers are done with their parts of the checkpoint at `local_step`."""
+        return self._made[local_step] >= self.hosts - 1
+
     async def close(self) -> None:
         """Closes all connections."""
         self._ended = True
@@ -313,5 +319,7 @@ class Coordinator(NoOtherHosts):
                 self._have.add(found)
             case HaveUnsent(snapshots=found):
                 self._have_unsent.add(found)
+            case Made(local_step=step):
+                self._made[step] += 1
             case LeaveAsked():
                 self._leave_asked = True

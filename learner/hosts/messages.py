@@ -17,6 +17,7 @@ Host 0 directs the other hosts, the workers.
                        HaveUnsent  the same of snapshots of unsent work
                        Prepared  the attempt has succeeded on this host, or why it has failed
                        Uploaded  this host's shards of an update are in the store
+                       Made      this host's part of a checkpoint is made, or could not be
                        LeaveAsked  this host was asked to end
 
     frame: length (4 bytes, big endian), msgpack map with `version`, `kind` and the fields by name
@@ -206,6 +207,12 @@ class Uploaded(HostMessage):
     shards: tuple[wire.Shard, ...]
 
 
+class Made(HostMessage):
+    """Reports that this host is done with its part of the checkpoint at `local_step`."""
+
+    local_step: int
+
+
 class LeaveAsked(HostMessage):
     """Reports that this host was asked to end."""
 
@@ -227,7 +234,7 @@ _KINDS: Final[dict[str, type[HostMessage]]] = {
     kind.__name__: kind
     for kind in (
         *(Begin, Load, GoOn, Go, Resume, Turn, Prepare, Granted, Drop, Ending),
-        *(Hello, Have, HaveUnsent, Prepared, Uploaded, LeaveAsked, Report, PartAsked),
+        *(Hello, Have, HaveUnsent, Prepared, Uploaded, Made, LeaveAsked, Report, PartAsked),
     )
 }
 

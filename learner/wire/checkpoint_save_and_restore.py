@@ -150,6 +150,9 @@ class Saver:
         incarnation: the sequence of the learner's join in the stream.
         part: the name of this host's part of each checkpoint, if the learner has several hosts;
             each host saves the arrays on its devices. "": the learner has one host.
+        made: is called with the local step of each checkpoint that is made, or could not be.
+        others_made: returns whether the learner's other hosts are done with the checkpoint at a
+            local step. So no host, however slow, is asked for two at once.
     """
 
     def __init__(
@@ -159,6 +162,9 @@ class Saver:
         folder: CheckpointFolder,
         incarnation: int,
         part: str = "",
+        *,
+        made: Callable[[int], None] = lambda _step: None,
+        others_made: Callable[[int], bool] = lambda _step: True,
     ) -> None:
         self._context = context
         self._section = section
@@ -167,7 +173,9 @@ class Saver:
         self._part = part
         self._key = key_of(section)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._made, self._others_made = made, others_made
         self._running: Future[None] | None = None
+        self._newest_step = 0
         self._made_s = self._uploaded_s = time.monotonic()
         self._coverage = Coverage(context)
 
@@ -177,8 +185,10 @@ class Saver:
         return waited_s >= self._section.checkpoint_interval_s and self.idle()
 
     def idle(self) -> bool:
-        """True if no checkpoint is being made."""
-        return self._running is None or self._running.done()
+        """True if no checkpoint is being made, on no host of the learner."""
+        if self._running is None:
+            return True
+        return self._running.done() and self._others_made(self._newest_step)
 
     async def cover(self, local_step: int) -> None:
         """Waits until a snapshot with more steps than `local_step` is stored (`Coverage`)."""
@@ -194,8 +204,7 @@ class Saver:
     ) -> None:
         """Copies the state on the devices, and returns; the thread then makes the checkpoint.
 
-        A failure is logged, and ends nothing. A snapshot is left out while another checkpoint is
-        being made, as on a host that is slower than host 0.
+        A failure is logged, and ends nothing.
 
         Args:
             state: the contents of the checkpoint, a tree of arrays.
@@ -203,8 +212,7 @@ class Saver:
             unsent: of a snapshot, what it states of the fragments' unsent work.
             values: of a snapshot, the values of that work, which nobody else uses.
         """
-        if unsent and not self.idle():
-            return
+        self._newest_step = progress.local_step
         began_s = self._made_s = time.monotonic()
         copies = checkpoints.copied(state)
         if self._part:
@@ -256,6 +264,7 @@ class Saver:
             context.metrics.add(metrics.CHECKPOINT_FAILURES)
             self._coverage.failed()
             context.health.troubles["checkpoint"] = f"checkpoints fail: {error}"
+        self._made(progress.local_step)
 
     def _uploads(self, *, snapshot: bool) -> bool:
         """True if a checkpoint is to be uploaded; of snapshots, one in each interval."""

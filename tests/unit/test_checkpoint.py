@@ -283,6 +283,26 @@ def test_one_at_a_time_and_only_when_due(tmp_path):
 # --- On several hosts
 
 
+def test_no_host_is_asked_for_two_checkpoints_at_once(tmp_path):
+    """Also one that is slower than host 0: a part that it left out would be in no checkpoint."""
+    learner, others, told = Learner(tmp_path, checkpoint_interval_s=1e-6), set(), []
+    saver = Saver(
+        learner.context, learner.section, learner.folder, 7,
+        made=told.append, others_made=others.__contains__,
+    )  # fmt: skip
+    assert saver.due()
+    saver.save(adam_state(), PROGRESS)
+    saver._running.result()
+    assert told == [12]
+    assert not saver.due()
+    others.add(12)
+    assert saver.due()
+    # What could not be made counts, or none would be due any more.
+    saver.save({"nan": jnp.array(jnp.nan)}, PROGRESS._replace(local_step=13))
+    saver.close()
+    assert told == [12, 13]
+
+
 def parts(learner, folder, like, shardings):
     """Returns the pieces of leaves on host 1 of 2."""
     return readable_parts(

@@ -29,6 +29,7 @@ from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.catchup import Change
 from diloco.common.storage.store import MemoryStore
 from diloco.learner.background import Context
+from diloco.learner.core.carry import Carried
 from diloco.learner.core.events import (
     Adopt,
     Finished,
@@ -38,6 +39,7 @@ from diloco.learner.core.events import (
     Start,
 )
 from diloco.learner.core.handover import Boundary
+from diloco.learner.core.sync import NO_WORK, Work
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, listen
 from diloco.learner.hosts.messages import host_gone
@@ -53,15 +55,19 @@ CHANGE = Change(0, 44, "4" * 32, None, (REF,))
 READY = Ready(1, 7, 3, "2" * 32, 12, 4, rolled_back=True)
 LAST = Boundary((), "end", 9)
 SEND = Send(0, 2, 3, "3" * 32, 5, 50, final=True)
+LEFT_OUT = Carried(NO_WORK, dropped=True, held=False)
 EVERYTHING = [
     messages.Begin(epoch=1, layout="1" * 32, constants=None),
     messages.Load(change=CHANGE._replace(snapshot=REF, deltas=(REF, REF))),
     messages.Go(incarnation=5, position=2, global_step=6),
+    messages.GoOn(snapshot=(3, 8), found=(Carried(Work(2, 20), again=True), LEFT_OUT)),
     messages.Resume(checkpoint=(3, 8)),
     messages.Prepare(attempt=1, change=CHANGE),
     messages.Drop(attempt=1),
     messages.Hello(secret="s", host=1),
     messages.Have(checkpoints=((3, 8), (1, 2))),
+    messages.HaveUnsent(snapshots=((3, 8),)),
+    messages.Made(local_step=8),
     messages.Prepared(attempt=1, failure=messages.Failure(missing=True, text="gone")),
     messages.Uploaded(fragment=0, seq=1, shards=()),
     messages.LeaveAsked(),
@@ -229,6 +235,16 @@ def test_what_failed_once_is_no_answer_to_the_next_attempt(run_async):
             await hosts.coordinator.prepare(CHANGE).ready()
             assert hosts.held() == ["here"]
             assert hosts.worker.payload(0, 44) == "here"
+
+    run_async(scenario())
+
+
+def test_a_checkpoint_is_made_once_the_other_host_is_done_with_its_part(run_async):
+    async def scenario():
+        async with pair(Hands()) as hosts:
+            hosts.link.tell(messages.Made(local_step=7))
+            await hosts.until(lambda: hosts.coordinator.made(7))
+            assert not hosts.coordinator.made(8)
 
     run_async(scenario())
 
