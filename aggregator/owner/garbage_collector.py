@@ -40,6 +40,8 @@ from diloco.common.storage.tape import (
 
 # The number of objects that one call off the event loop deletes.
 BATCH = 64
+# Seconds between two looks at a machine that stores a record.
+STORING_S = 0.1
 
 
 class RetainedCheckpoints(NamedTuple):
@@ -159,9 +161,8 @@ class Collector:
 
     async def _collect(self) -> None:
         context, began_s = self._context, self._context.runtime.clock()
-        state = self._state()
-        # While a record is being stored, no record on the tape names its inputs yet.
-        if state is None or state.storing is not None or not memory.has_caught_up(state):
+        state = await self._settled()
+        if state is None or not memory.has_caught_up(state):
             return  # It may know an incarnation, but not yet all updates of the one before.
         fleet = fleet_of(state)
         found = await self._list()
@@ -193,6 +194,16 @@ class Collector:
             size_bytes=size_bytes,
             took_s=round(context.runtime.clock() - began_s, 3),
         )
+
+    async def _settled(self) -> State | None:
+        """Returns the state of the owner's machine once it stores no record."""
+        # While a record is being stored, no record on the tape names its inputs yet. Nothing wakes
+        # the collector again before the next snapshot, which a run's last one does not have.
+        state = self._state()
+        while state is not None and state.storing is not None:
+            await asyncio.sleep(STORING_S)
+            state = self._state()
+        return state
 
     async def _plan_run(self, learners: Iterable[str]) -> tuple[Trim, ...]:
         """Plans which joins and leaves of learners to trim, by each fragment's records."""

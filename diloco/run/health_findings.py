@@ -16,7 +16,7 @@ from statistics import median
 from diloco.aggregator.tape_watch import NEARLY_FULL
 from diloco.common.process.config import Broken, RunSettings, broken
 from diloco.common.protocol.errors import DilocoError
-from diloco.common.protocol.reasons import find
+from diloco.common.protocol.reasons import Reason, find
 from diloco.common.protocol.wire import note
 from diloco.run.cli.format_numbers import age, human_bytes
 from diloco.run.comparison import LAGGING_LEARNER, LOSS_SPIKE
@@ -315,6 +315,8 @@ def _of_little_use(one: LearnerStatus) -> Iterator[Finding]:
     """Yields findings on a learner's last updates: their staleness, and rejections."""
     count = len(one.recent)
     reasons = Counter(answer.reason for answer in one.recent if answer.reason)
+    # A learner cannot know that the last version was made while its update was on the way.
+    del reasons[Reason.ENDED]
     stale = [answer.staleness for answer in one.recent if not answer.reason]
     # A learner that joins late sends one stale update, which is normal.
     if len(stale) >= STALE_LEAST and (usual := median(stale)) >= STALE:

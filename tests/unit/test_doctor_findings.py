@@ -110,6 +110,12 @@ def test_a_learner_whose_updates_are_rejected() -> None:
     account = audit(history).account
     assert (account.sent, account.merged, account.rejected) == (4, 1, 3)
 
+    # No learner can know that the last version was made while its update was on the way.
+    recent = seen.known["odd"].recent
+    for index, answer in enumerate(recent):
+        recent[index] = answer._replace(reason="ended")
+    assert "warning" not in {finding.severity for finding in of_learner(seen, "odd")}
+
 
 @pytest.mark.parametrize(("ahead_s", "severity"), [(5.0, "warning"), (60.0, "error")])
 def test_an_aggregator_whose_clock_is_ahead(ahead_s: float, severity: str) -> None:

@@ -11,7 +11,7 @@ from diloco.aggregator.checkpoint import mark
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.garbage import Announcers
 from diloco.aggregator.core.members import Member, Members
-from diloco.aggregator.core.state import State
+from diloco.aggregator.core.state import State, Storing
 from diloco.aggregator.core.updates import MergedUpdates, Resolved, UpdateId, WaitingUpdates
 from diloco.aggregator.owner.garbage_collector import (
     Collector,
@@ -122,6 +122,25 @@ def test_nothing_is_collected_before_the_tape_was_read_again(run_async):
         all_met = begun._replace(seen_seq=begun.known_seq)
         await Collector(lab.context, 0, lambda: all_met, ShardListing())._collect()
         assert len(lab.objects("")) < stored
+
+    run_async(scenario())
+
+
+def test_a_collection_waits_for_the_record_that_is_being_stored(run_async):
+    """The newest snapshot may be the run's last: nothing wakes the collector again."""
+
+    async def scenario() -> None:
+        lab = Lab(replay_window_s=0, enabled=False)
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.send_many("a", 4 * SNAPSHOT_EVERY)
+        record, record_seq = await lab.newest()
+        stored = memory.resume(record, record_seq, lab.context.runtime.clock())
+        stored = stored._replace(known_seq=stored.seen_seq)
+        states = iter([stored._replace(storing=Storing(True, ()))] * 2)
+        await Collector(lab.context, 0, lambda: next(states, stored), ShardListing())._collect()
+        assert (await lab.records())[0].record.version == 3 * SNAPSHOT_EVERY
 
     run_async(scenario())
 
