@@ -97,7 +97,10 @@ def environment(*, tree: bool = True) -> dict[str, str]:
 
 
 class Process:
-    """One `diloco` process with its log; `kill` is SIGKILL. Without `python` it is this tree's."""
+    """One `diloco` process with its log; `kill` is SIGKILL. Without `python` it is this tree's.
+
+    `within` are words before the command, such as those of `ip` that enter a network namespace.
+    """
 
     def __init__(
         self,
@@ -107,12 +110,13 @@ class Process:
         cwd: Path,
         program: Sequence[str],
         python: Path | None = None,
+        within: Sequence[str] = (),
     ) -> None:
         self.arguments = arguments
         self.log_path = log_path
         with log_path.open("xb") as log:
             self._process = subprocess.Popen(
-                [str(python or sys.executable), "-m", *program, *arguments],
+                [*within, str(python or sys.executable), "-m", *program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -233,11 +237,11 @@ class World:
         name: str,
         *arguments: str,
         program: Sequence[str] = ("diloco",),
-        python: Path | None = None,
+        **options: Any,
     ) -> Process:
-        """Start `diloco ARGUMENTS...`, with a log of its own; `python` as in `Process`."""
+        """Start `diloco ARGUMENTS...`, with a log of its own; `options` as in `Process`."""
         log_path = self.folder / f"{name}-{len(self.processes)}.log"
-        process = Process([*arguments], log_path, cwd=self.folder, program=program, python=python)
+        process = Process([*arguments], log_path, cwd=self.folder, program=program, **options)
         self.processes.append(process)
         return process
 

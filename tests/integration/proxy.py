@@ -1,4 +1,4 @@
-"""A TCP proxy of our own on the loopback interface: the network that chaos cuts and stalls.
+"""TCP proxies of our own: the network that chaos cuts and stalls.
 
 Each daemon reaches nats-server through one of its own, so that one can be cut off alone. All run in
 one thread with one event loop; methods may be called from any thread.
@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import threading
 from typing import Self
+
+from diloco.common.process.nats_server import LOOPBACK
 
 
 class Network:
@@ -36,9 +38,9 @@ class Network:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def proxy(self, port: int) -> "Proxy":
-        """A new way to the server on `port`."""
-        made = Proxy(self.loop, port)
+    def proxy(self, port: int, address: str = LOOPBACK) -> "Proxy":
+        """A new way to the server on `port`, for those who reach `address`."""
+        made = Proxy(self.loop, port, address)
         self._proxies.append(made)
         asyncio.run_coroutine_threadsafe(made.listen(), self.loop).result(10)
         return made
@@ -47,8 +49,9 @@ class Network:
 class Proxy:
     """One daemon's way to nats-server; it passes everything on until told otherwise."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, target: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, target: int, address: str) -> None:
         self.port = 0
+        self._address = address
         self._loop = loop
         self._target = target
         self._cut = False
@@ -59,10 +62,10 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
+        return f"nats://{self._address}:{self.port}"
 
     async def listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, self._address, 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def close(self) -> None:
@@ -96,7 +99,7 @@ class Proxy:
             near_out.transport.abort()
             return
         try:
-            far_in, far_out = await asyncio.open_connection("127.0.0.1", self._target)
+            far_in, far_out = await asyncio.open_connection(LOOPBACK, self._target)
         except OSError:  # the server is down: whoever connects shall hear so
             near_out.transport.abort()
             return

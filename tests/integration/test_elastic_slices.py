@@ -9,12 +9,14 @@ import statistics
 import time
 from datetime import datetime
 
+import jax
 import psutil
 import pytest
 from audit import read_tape
-from harness import ENDLESS, World, said_to_systemd
+from harness import ENDLESS, World, open_world, said_to_systemd
 from test_status import diloco, status_of
 
+from diloco import load, load_task
 from diloco.common.process.nats_server import LOOPBACK, free_port
 from diloco.common.protocol import names, wire
 from diloco.common.storage.tape import decode_as
@@ -180,6 +182,13 @@ def of_slices(run):
 
 
 # Further ones by TESTS_FAULTS=100; on 2 cores each takes about half a minute.
+# Of a run that is compared with one without faults: some minutes.
+STEPS = 960
+LONG = {
+    "run": {"steps": STEPS},
+    "gc": WHOLE,
+    "task": {"options": {"notes": "notes", "sleep_s": 0.05}},
+}
 FAULTS = int(os.environ.get("TESTS_FAULTS", "4"))
 
 
@@ -209,6 +218,41 @@ def test_any_host_may_be_lost_at_any_moment(new_world, slices, hosts, keep_batch
     with capsys.disabled():
         print(f"medians: {statistics.median(pauses):.1f} s; {said(medians)}")
     assert len(end(world).lives("a")) > FAULTS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_faults_cost_no_held_out_loss(nats_server, unique, tmp_path, capsys):
+    """What is lost with a slice is trained again, on later batches of equal size."""
+    with open_world(f"{unique}c", tmp_path / "calm", nats_server.url, **LONG) as world:
+        untrained, calm = trained(world, ())
+    with open_world(f"{unique}s", tmp_path / "struck", nats_server.url, **LONG) as world:
+        _, struck = trained(world, (kill, lose, kill))
+    with capsys.disabled():
+        print(f"held-out loss: {untrained:.4f}, {calm:.4f} without faults, {struck:.4f} with three")
+    assert calm < untrained / 2
+    assert struck < calm + 0.1 * (untrained - calm)
+
+
+def trained(world, faults) -> tuple[float, float]:
+    """Trains to the run's end, struck on the way; the held-out losses before and after."""
+    task = load_task(
+        "tiny_task:build", steps=STEPS, seed=7, options=world.document["task"]["options"]
+    )
+    params = task.init(jax.random.key(7))
+    world.aggregator()
+    processes = start(world, slices=2)
+    until_merged_by(world, 2)
+    for index, fault in enumerate(faults):
+        processes[index % 2] = fault(world, processes[index % 2])
+        until_merged_by(world, 2)
+    for process in world.processes:
+        assert process.wait() == 0, process.log()
+    tape = read_tape(world)
+    tape.check()
+    assert len(tape.lives("a")) > len(faults)
+    after = load(world.config_path, like=params)
+    return float(task.evaluate(params)), float(task.evaluate(after))
 
 
 def parts_of_pause(world, fault_s) -> dict[str, float]:
