@@ -1,10 +1,11 @@
 """Goodput under failures: this system and data-parallel under the same schedule of SIGKILLs.
 
 Islands of both systems live on the same machines: machine i holds learner i of the run and rank i
-of the job. The schedule says when a machine dies and when it is there again; whatever of either
-system is on it is killed with SIGKILL by its process id, and started from nothing when it returns.
-Both systems run at the same time, on emulated devices (`bench.tasks`), so that the load of the
-machine that the bench runs on is the same for both.
+of the job. With `--slices 2` a learner has two machines, and goes on with the one that is left. The
+schedule says when a machine dies and when it is there again; whatever of either system is on it is
+killed with SIGKILL by its process id, and started from nothing when it returns. Both systems run at
+the same time, on emulated devices (`bench.tasks`), so that the load of the machine that the bench
+runs on is the same for both.
 
 Goodput is the useful tokens of a span over those of the same processes in a span of the same
 length without faults: of ours, tokens whose updates the global model has taken; of data-parallel,
@@ -13,6 +14,7 @@ a machine's failures, from never.
 
     python -m bench.headline_goodput [--machines 12] [--seconds 300] [--mtbf 0,1000,500,250]
     python -m bench.headline_goodput --short        two minutes: four machines, two rates
+    python -m bench.headline_goodput --slices 2 --machines 6 --mtbf 0,500
     python -m bench.headline_goodput figures FOLDER [--to docs]
 
 The last one draws FOLDER/goodput.json and FOLDER/link.json, what the headline benches kept.
@@ -38,7 +40,7 @@ from matplotlib.axes import Axes
 from bench.curves import BLUE, VERMILLION, look, panels
 from bench.data_parallel import POLL_S, Job, Scheduler, StepDone, best_interval_steps
 from bench.harness import create, run_part, table
-from diloco.common.process.nats_server import NatsServer
+from diloco.common.process.nats_server import LOOPBACK, NatsServer, free_port
 from diloco.common.storage.tape import records_of
 from diloco.operate.local.fleet import LocalDaemons
 from diloco.run.cli.opening import open_run
@@ -47,6 +49,8 @@ STEPS = 100_000  # of either system: more than a span holds
 # Both have trained so long before a span begins.
 SETTLE_S = 15.0
 READY_S = 600.0
+# Of learners with several slices, which train that many steps again at most.
+SNAPSHOT_STEPS = 1
 # What a checkpoint of the job costs; `--checkpoint` for other values.
 STALL_S, TOOK_S = 0.02, 1.0
 
@@ -69,6 +73,7 @@ class Conditions(NamedTuple):
     step_s: float
     seed: int
     preset: str
+    slices: int = 1
 
 
 def make_schedule(conditions: Conditions) -> list[Outage]:
@@ -111,7 +116,7 @@ def machine_share(conditions: Conditions, outages: list[Outage]) -> float:
 
 @dataclass
 class Ours:
-    """A run with a learner on each machine; aggregator and server are on none of them."""
+    """A run with a slice of a learner on each machine; aggregator and server are elsewhere."""
 
     folder: Path
     conditions: Conditions
@@ -121,8 +126,12 @@ class Ours:
     unplanned: int = 0
     spawned_s: dict[str, list[float]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.peers = [f"{LOOPBACK}:{free_port()}" for _ in range(self.conditions.machines)]
+
     @property
     def names(self) -> list[str]:
+        """What each machine has of a learner."""
         return [f"learner-{index}" for index in range(self.conditions.machines)]
 
     @property
@@ -134,10 +143,31 @@ class Ours:
         self.config.write_text(tomli_w.dumps(self._document()))
         create(self.fleet, self.config)
         self.fleet.start("aggregator", ["aggregator", "--config", str(self.config)])
-        for name in self.names:
+        for machine, name in enumerate(self.names):
             self._spawned(name)
-            arguments = ["learner", "--config", str(self.config), "--learner", name]
+            learner = f"learner-{machine // self.conditions.slices}"
+            arguments = ["learner", "--config", str(self._own(machine)), "--learner", learner]
             self.fleet.start(name, arguments)
+
+    def _own(self, machine: int) -> Path:
+        """The configuration file of a machine."""
+        slices = self.conditions.slices
+        if slices == 1:
+            return self.config
+        document, place = self._document(), machine % slices
+        document["learner"] |= {
+            "slices": slices,
+            "host": place,
+            "peers": self.peers[machine - place :][:slices],
+            # As a machine's own chips, which nobody else has.
+            "keep_batch": False,
+            "checkpoint_dir": str(self.folder / f"checkpoints-{machine}"),
+            "snapshot_steps": SNAPSHOT_STEPS,
+            "cpu_devices": 1,
+        }
+        path = self.folder / f"machine-{machine}.toml"
+        path.write_text(tomli_w.dumps(document))
+        return path
 
     def _document(self) -> dict[str, Any]:
         conditions = self.conditions
@@ -296,7 +326,7 @@ def measure(
         "kills": len(outages),
         "machine_share": machine_share(conditions, outages),
         "all_there": all_there(conditions, outages),
-        "ours_steps": merged / tokens_per_step / conditions.machines,
+        "ours_steps": merged * conditions.slices / tokens_per_step / conditions.machines,
         "ours_start_s": starts,
         "ours_unplanned": unplanned,
         "data_parallel_steps": steps,
@@ -394,11 +424,14 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=1.0)
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slices", type=int, default=1, help="machines of one learner")
     parser.add_argument("--checkpoint", default=f"{STALL_S},{TOOK_S}", help="stall,duration in s")
     parser.add_argument("--short", action="store_true", help="four machines, two rates")
     parser.add_argument("--folder", type=Path, help="of the processes' logs and state")
     parser.add_argument("--out", type=Path, help="a JSON file of the figures; rows are added to it")
     args = parser.parse_args()
+    if args.machines % args.slices:
+        parser.error(f"{args.machines} machines are no learners of {args.slices} slices each")
     if args.short:
         args.machines, args.seconds, args.mtbf, args.return_s = 4, 40.0, "0,40", 8.0
     stall_s, took_s = map(float, args.checkpoint.split(","))
@@ -408,7 +441,7 @@ def main() -> None:
         for mtbf_s in map(float, args.mtbf.split(",")):
             conditions = Conditions(
                 args.machines, mtbf_s, args.return_s, args.seconds, args.step_s, args.seed,
-                args.preset,
+                args.preset, args.slices,
             )  # fmt: skip
             rows.append(measure(conditions, folder / f"mtbf-{mtbf_s:g}", (stall_s, took_s)))
             if args.out:

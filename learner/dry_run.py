@@ -60,6 +60,8 @@ class MemoryNeed:
         activations: all other memory of the inner step, as the compiler counts it.
         synchronization: an upper bound on results and temporaries of a send or an adoption, for the
             fragment that needs most, as the compiler counts them.
+        checkpoint: copies of which a checkpoint is made while training goes on; 0 without
+            `checkpoint_dir`.
     """
 
     parameters: int
@@ -70,12 +72,13 @@ class MemoryNeed:
     batch: int
     activations: int
     synchronization: int
+    checkpoint: int
 
     @property
     def training(self) -> int:
         """Bytes of a device during training."""
         kept = self.parameters + self.optimizer + self.anchor + self.in_flight + self.batch
-        return kept + self.activations + self.synchronization
+        return kept + self.activations + self.synchronization + self.checkpoint
 
     @property
     def start(self) -> int:
@@ -227,7 +230,7 @@ def dry_run(
             tokens_per_batch=island.task.tokens_per_batch,
             interval_steps=island.settings.sync.interval_steps,
             overlap_steps=island.settings.sync.overlap_steps,
-            memory=_memory(island, step, fragments, figures, count // hosts),
+            memory=_memory(island, config.learner, step, fragments, figures, count // hosts),
             fragments=figures,
             traffic=_traffic(island, fragments, hosts),
         )
@@ -269,6 +272,7 @@ def compile_step(island: Island) -> jax.stages.Compiled:
 
 def _memory(
     island: Island,
+    section: LearnerSection,
     compiled: jax.stages.Compiled,
     fragments: "Sequence[FragmentShapes]",
     figures: Iterable[FragmentFigures],
@@ -291,7 +295,35 @@ def _memory(
         activations=step.temp_size_in_bytes,
         synchronization=fetched
         + max(max(one.send.extra_bytes, one.adopt.extra_bytes) for one in figures),
+        checkpoint=checkpoint_copies(section, optimizer, fragments),
     )
+
+
+def checkpoint_copies(
+    section: LearnerSection, optimizer: int, fragments: "Iterable[FragmentShapes]"
+) -> int:
+    """Returns the bytes that the copies for a checkpoint take at most on one device.
+
+    Args:
+        section: the learner's settings.
+        optimizer: bytes of the inner optimizer's state on one device.
+        fragments: all fragments.
+    """
+    if section.checkpoint_dir is None:
+        return 0
+    if not section.snapshot_steps:
+        return optimizer
+    leaves = {name: leaf for each in fragments for name, leaf in each.leaves.items()}
+    flying = device_bytes(leaves)
+    ahead = device_bytes(
+        [
+            jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding)
+            for leaf in leaves.values()
+        ]
+    )
+    # The two values of the unsent work stay until they are on the host. While they are computed,
+    # parameters and views have a copy each; the state is copied afterwards.
+    return ahead + flying + max(optimizer, 2 * flying)
 
 
 # --- Fragments

@@ -16,7 +16,13 @@ from diloco.common.protocol import shards
 from diloco.common.protocol.codecs import Encoded
 from diloco.common.protocol.errors import ConfigError
 from diloco.learner.collectives import exchanges, received_by_kind
-from diloco.learner.dry_run import dry_run, fragment_shapes, measured, stand_in
+from diloco.learner.dry_run import (
+    checkpoint_copies,
+    dry_run,
+    fragment_shapes,
+    measured,
+    stand_in,
+)
 from diloco.learner.island import Island
 from diloco.learner.tensors.quantize_and_pack import encode
 from diloco.operate.daemons.command import LearnerOptions
@@ -65,6 +71,15 @@ def test_bytes_are_those_that_a_learner_allocates(found):
         assert memory.anchor == 0
         assert memory.host_anchor == 4 * on_first(replica._views)
         assert memory.batch == on_first(next(island.feed(0))) + np.int32().nbytes
+        learner, fragments = config.learner, fragment_shapes(island)
+        assert checkpoint_copies(learner, memory.optimizer, fragments) == memory.checkpoint == 0
+        saves = learner.model_copy(update={"checkpoint_dir": Path("here")})
+        assert checkpoint_copies(saves, memory.optimizer, fragments) == memory.optimizer
+        snaps = saves.model_copy(update={"snapshot_steps": 2})
+        unsent = on_first(replica.unsent())
+        assert unsent == 2 * memory.parameters
+        most = unsent + max(memory.optimizer, unsent)
+        assert checkpoint_copies(snaps, memory.optimizer, fragments) == most
         sent = [replica.send(fragment) for fragment in range(4)]
         assert memory.in_flight == on_first(sent)
         assert sum(host.bytes_up for host in found.traffic) == sum(

@@ -155,6 +155,7 @@ def _memory_table(figures: DryRun) -> Table:
         ("batch", memory.batch, ""),
         ("activations", memory.activations, "what the step needs besides; the compiler's"),
         ("synchronization", memory.synchronization, "of one fragment, at most; the compiler's"),
+        ("checkpoint", memory.checkpoint, "copies of which one is made; 0 without checkpoint_dir"),
     ):
         table.add_row(name, human_bytes(count), note)
     table.add_section()
