@@ -61,21 +61,30 @@ def training(process) -> list[psutil.Process]:
     return [child for child in children if "stderr_lines" not in " ".join(child.cmdline())]
 
 
+def newest(world, subject):
+    """A subject's last message: who reads the whole tape is late where it is long."""
+    return world.ask(lambda bus: bus.last(names.tape_stream(world.name), subject))
+
+
 def slices_of(world) -> int | None:
     """How many slices train, by the newest join."""
     subject = names.join(world.name, "a")
-    message = world.ask(lambda bus: bus.last(names.tape_stream(world.name), subject))
+    message = newest(world, subject)
     if message is None:
         return None
     return decode_as(wire.Join, subject, message.payload).slices.present
 
 
 def merged(world) -> int:
-    return sum(update.learner == "a" for update in read_tape(world).merged())
+    """Updates, all of them the learner's own."""
+    subjects = [names.record(world.name, fragment) for fragment in range(3)]
+    records = [decode_as(wire.Record, at, newest(world, at).payload) for at in subjects]
+    return sum(record.totals.updates_merged for record in records)
 
 
-def lives(world) -> int:
-    return len(read_tape(world).lives("a"))
+def life(world) -> int:
+    """The newest incarnation."""
+    return newest(world, names.join(world.name, "a")).seq
 
 
 def until_merged_by(world, count):
@@ -205,9 +214,9 @@ def test_any_host_may_be_lost_at_any_moment(new_world, slices, hosts, keep_batch
     for _ in range(FAULTS):
         time.sleep(rng.uniform(0, 3))
         kind, host = rng.choice([kill, hang, lose, silence, ask]), rng.randrange(len(processes))
-        before, began_s, at_s = lives(world), time.monotonic(), time.time()
+        before, began_s, at_s = life(world), time.monotonic(), time.time()
         processes[host] = kind(world, processes[host])
-        world.until(lambda before=before: lives(world) > before, "a new life", every_s=0.2)
+        world.until(lambda before=before: life(world) > before, "a new life", every_s=0.2)
         pauses.append(time.monotonic() - began_s)
         until_merged_by(world, slices)
         parts.append(parts_of_pause(world, at_s))
