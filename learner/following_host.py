@@ -59,6 +59,7 @@ def follow(host: Host) -> Iterator[Life]:
         store = host.open_store()
         layout = host.layout(store, begin.layout)
         check_same("layout of the parameters", layout.digest, begin.layout)
+        check_same("settings of the learner", host.alike(), begin.alike)
         # This host has no connection to the bus.
         context = host.context(MemoryBus(), store, layout, begin.epoch)
         stack.callback(background.close)

@@ -204,7 +204,14 @@ def _leading_life(
     """
     background = host.background
     layout, constants_object = context.layout.digest, specification.constants
-    peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))
+    peers.say(
+        messages.Begin(
+            epoch=context.epoch,
+            layout=layout,
+            constants=constants_object,
+            alike=host.alike(),
+        )
+    )
     prove_store(host, context)
     replica, starts = _load_views(host, context, peers)
     compile_programs(host, replica, held)
@@ -229,6 +236,8 @@ def _leading_life(
     saver = make_saver(host, context, folder, life.incarnation, others_made=peers.made)
     state = carry(rules, sync.begin(rules, starts), unsent)
     planner = _planner(host, context, rules, state, peers, saver)
+    if unsent:
+        planner.snapshot_soon()
     first = planner.first_step()
     peers.say(messages.Go(incarnation=life.incarnation, position=position, global_step=first))
     synchronizer = Synchronizer(
@@ -368,13 +377,15 @@ def _load_views(
 def _common_checkpoint(
     parts: Iterable[CheckpointId], others: list[set[CheckpointId]]
 ) -> CheckpointId | None:
-    """Returns the checkpoint with the most steps among those of which every host has its part.
+    """Returns the newest of the checkpoints of which every host has its part.
+
+    That of the newest life: a group of hosts that was superseded may have gone on for longer.
 
     Args:
         parts: checkpoints of which this host has its part.
         others: the same for each other host.
     """
-    return max(set(parts).intersection(*others), key=lambda found: found[::-1], default=None)
+    return max(set(parts).intersection(*others), default=None)
 
 
 class _Begun(NamedTuple):
@@ -455,21 +466,32 @@ def _leave(
         context.logger.warning("left_unsent", fragments=len(lost), steps=sum(lost.values()))
     synchronizer.meter.state = "leaving"
     within_s = host.config.learner.drain_timeout_s
+    said = say_end(publisher, shares, synchronizer.position, kept=kept(planner))
     try:
-        host.background.call(say_end(publisher, shares, synchronizer.position), within_s)
+        host.background.call(said, within_s)
     except TimeoutError:
         context.logger.warning("left_silently", waited_s=within_s)
     return why_left(stopping=planner.state.stopping)
 
 
-async def say_end(publisher: Publisher, shares: Claims, position: int) -> None:
+def kept(planner: Planner) -> bool:
+    """True if a learner that leaves has unsent work, which a snapshot keeps for its next life."""
+    state = planner.state
+    return planner.snapshot_steps > 0 and not state.ended and bool(sync.unsent(state))
+
+
+async def say_end(
+    publisher: Publisher, shares: Claims, position: int, *, kept: bool = False
+) -> None:
     """Publishes that this learner leaves, and frees its shares of the data.
 
     Args:
         publisher: publishes the leave.
         shares: the learner's claims.
         position: the learner's position in its data, in batches.
+        kept: whether a snapshot keeps unsent work. The leave then has the position 0, since all
+            before a leave's position counts as sent.
     """
     # In this order: the leave comes before the end of the claims.
-    await publisher.leave(position)
+    await publisher.leave(0 if kept else position)
     await shares.end(position)

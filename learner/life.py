@@ -132,6 +132,15 @@ class Host:
             )
         )
 
+    def alike(self) -> str:
+        """Returns as text the settings by which all hosts of a learner must do the same."""
+        section = self.config.learner
+        return (
+            f"slices {section.slices}, min_slices {section.min_slices}, "
+            f"peers {len(section.peers)}, keep_batch {section.keep_batch}, "
+            f"snapshot_steps {section.snapshot_steps}, {self.member.tokens_per_step} tokens a step"
+        )
+
     def open_store(self) -> ObjectStore:
         """Opens the run's object store; retries, since a store's folder may not be mounted yet."""
         return self.wait_for("opening the store", open_nearby, self.config.store)

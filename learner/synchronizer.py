@@ -384,6 +384,13 @@ class Planner:
     _planned: deque[Boundary] = field(default_factory=deque)
     _payloads: dict[tuple[int, int], Decoded] = field(default_factory=dict)
 
+    def snapshot_soon(self) -> None:
+        """Makes a snapshot due at the first step.
+
+        Until then nobody can go on with the work that this life took over.
+        """
+        self._since_snapshot = self.snapshot_steps
+
     def first_step(self) -> int:
         """Returns the run's clock (global step) for the step before the first boundary."""
         return sync.clock(self.rules, self.state)
@@ -443,9 +450,10 @@ class Planner:
     def _snapshot(self) -> tuple[Unsent, ...]:
         """Returns the unsent work for a snapshot; nothing if none are made.
 
-        Who ends sends all of it, so that nothing is left to go on with.
+        At the run's end all of it is sent, so that nothing is left to go on with. Who was asked to
+        leave may have no time to send all.
         """
-        if not self.snapshot_steps or self._ending():
+        if not self.snapshot_steps or self.state.stopping:
             return ()
         self._since_snapshot = 0
         return snapshot(self.state)

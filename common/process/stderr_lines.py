@@ -28,15 +28,17 @@ _LEVELS = {"I": "info", "W": "warning", "E": "warning", "F": "error"}
 _PRIORITIES = {"info": b"<6>", "warning": b"<4>", "error": b"<3>"}
 # How lines about a crash begin.
 _FATAL = ("Fatal Python error", "Segmentation fault", "terminate called")
+# How the sentence begins with which a command of the project ends, and its advice.
+_OWN = ("error: ", "hint: ")
 
 
 def level_of(line: str) -> str:
     """Returns the log level for a library's line.
 
-    Google's C++ libraries begin a line with a letter: I, W, E or F. The level is "error" for F and
-    for a crash, "warning" for W and E, and else "info".
+    Google's C++ libraries begin a line with a letter: I, W, E or F. The level is "error" for F, for
+    a crash and for the last sentence of a command, "warning" for W and E, and else "info".
     """
-    if line.startswith(_FATAL):
+    if line.startswith((*_FATAL, *_OWN)):
         return "error"
     mark = _MARK.match(line)
     return _LEVELS[mark[1] or mark[2]] if mark else "info"
@@ -45,7 +47,7 @@ def level_of(line: str) -> str:
 def as_event(line: bytes, now: datetime, *, journal: bool = False) -> bytes:
     """Returns a line of standard error as a JSON line of the log.
 
-    A line that is a JSON event already, from the log of a child process, is returned unchanged.
+    A line that is a JSON event already, from the log of a child process, stays as it is.
 
     Args:
         line: the line without its line end.
@@ -58,7 +60,8 @@ def as_event(line: bytes, now: datetime, *, journal: bool = False) -> bytes:
         except ValueError:
             event = {}
         if "action" in event:
-            return line + b"\n"
+            priority = _PRIORITIES.get(str(event.get("level")), b"") if journal else b""
+            return priority + line + b"\n"
     text = line.decode(errors="replace")
     event = {
         "logger": "stderr",

@@ -75,6 +75,7 @@ def carried(
     unsent: Sequence[Unsent],
     announced: Sequence[int],
     starts: Sequence[Start | None],
+    ended: Sequence[bool],
 ) -> tuple[Carried, ...] | None:
     """Returns how a snapshot's work is taken over, by fragment; None if it does not fit the tape.
 
@@ -87,15 +88,20 @@ def carried(
             0: there is none.
         starts: the versions with which the new life begins; None: it does not hold the fragment.
             A life that holds others than the one before goes on with nothing.
+        ended: for each fragment, whether its newest update has all steps up to the snapshot.
     """
     if rules.blend < 1:
         return None
     found = []
-    for index, (one, seq, start) in enumerate(zip(unsent, announced, starts, strict=True)):
+    given = zip(unsent, announced, starts, ended, strict=True)
+    for index, (one, seq, start, sent) in enumerate(given):
         if (start is None) != (one == NOTHING):
             return None
         if start is None:
             found.append(Carried(NO_WORK, dropped=True, held=False))
+            continue
+        if sent and seq > one.seq:  # A life that was asked to leave has sent the rest.
+            found.append(Carried(NO_WORK, dropped=True))
             continue
         again = bool(one.flying.steps) and seq == one.seq - 1
         # The life has sent more after the snapshot: its work would be sent twice.
@@ -107,7 +113,8 @@ def carried(
         steps = one.work.steps + (one.flying.steps if again else 0)
         tokens = one.work.tokens + (one.flying.tokens if again else 0)
         found.append(Carried(Work(steps, tokens), again))
-    return tuple(found)
+    # Data would be skipped for the sake of nothing.
+    return None if all(one.dropped for one in found) else tuple(found)
 
 
 def carry(rules: SyncRules, state: State, found: Sequence[Carried]) -> State:

@@ -641,9 +641,9 @@ def _source_of_checkpoint(
     """
     own = me.newest or (0, 0)
     having = [
-        ((report.newest or (0, 0))[::-1], -host)
+        (report.newest or (0, 0), -host)
         for host, report in present.items()
         if host % rules.hosts == me.host % rules.hosts
     ]
     newest, host = max(having)
-    return -host if newest > own[::-1] else None
+    return -host if newest > own else None

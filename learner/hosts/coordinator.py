@@ -11,7 +11,7 @@ dropped on every host.
 import asyncio
 import itertools
 import secrets
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -210,7 +210,7 @@ class Coordinator(NoOtherHosts):
         self._attempts: dict[int, _Answers] = {}
         self._stored: defaultdict[tuple[int, int], _Answers] = defaultdict(self._answers)
         self._have, self._have_unsent = self._answers(), self._answers()
-        self._made: Counter[int] = Counter()
+        self._made = 0, 0  # The newest checkpoint's step, and how many workers are done with it.
         self._tasks = [
             loop.create_task(self._listen_to(host, connection.reader))
             for host, connection in connections.items()
@@ -283,7 +283,8 @@ class Coordinator(NoOtherHosts):
 
     def made(self, local_step: int) -> bool:
         """True if all workers are done with their parts of the checkpoint at `local_step`."""
-        return self._made[local_step] >= self.hosts - 1
+        step, workers = self._made
+        return step == local_step and workers >= self.hosts - 1
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -320,6 +321,7 @@ class Coordinator(NoOtherHosts):
             case HaveUnsent(snapshots=found):
                 self._have_unsent.add(found)
             case Made(local_step=step):
-                self._made[step] += 1
+                newest, workers = self._made
+                self._made = step, 1 + (workers if step == newest else 0)
             case LeaveAsked():
                 self._leave_asked = True

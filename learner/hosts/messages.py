@@ -49,7 +49,7 @@ from diloco.learner.core.carry import Carried
 from diloco.learner.core.formation import HostReport
 from diloco.learner.core.handover import Boundary, CheckpointId
 
-VERSION: Final = 10
+VERSION: Final = 11
 LENGTH: Final = struct.Struct(">I")
 FRAME_BYTES: Final = 64 << 20
 
@@ -66,11 +66,13 @@ class Begin(HostMessage):
         layout: the digest of the run's layout.
         constants: name of the object that lists leaves which are not synchronized; None: there are
             none.
+        alike: the settings that must be the same on all hosts, as text.
     """
 
     epoch: int
     layout: str
     constants: str | None
+    alike: str
 
 
 class Load(HostMessage):

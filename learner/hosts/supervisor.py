@@ -11,11 +11,13 @@ Connections begin with a proof that both sides know the learner's credentials:
     calling -> accepting   32 random bytes, HMAC-SHA256 of both
     accepting -> calling   HMAC-SHA256 of both, in the other order
     calling -> accepting   `Report`, again and again; or once `PartAsked`
-    accepting -> calling   after `PartAsked`: length (8 bytes, big endian), and bytes of the part
+    accepting -> calling   after `PartAsked`, for each part from the oldest on: length (8 bytes, big
+                           endian), and bytes
 
 The inner optimizer passes from slice to slice by checkpoints: hosts at the same place of their
 slices have the same part of each. Before a training process begins, its supervisor copies the
-newest part from another slice, if its own is older.
+parts of another slice, if its own newest is older: of the newest checkpoint another host of that
+slice may have no part.
 """
 
 import asyncio
@@ -31,7 +33,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,15 +114,17 @@ class _Supervisor:
         self._folder = Path(section.checkpoint_dir) / config.run.name / learner / part
         self._interface, _, port = section.peers[section.host].rpartition(":")
         self._port = int(port)
-        self._state = formation.begin(
-            section.host, secrets.token_hex(8), self._new_address(), time.monotonic()
-        )
+        with self._own_address():
+            address = self._new_address()
+        self._state = formation.begin(section.host, secrets.token_hex(8), address, time.monotonic())
         self._manager = service_manager()
         self._words = _Words(self._manager)
         self._callers: dict[int, asyncio.StreamReader] = {}
         self._served: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._signals = 0
         self._child: _Child | None = None
+        self._copying = asyncio.Lock()
+        self._warned: set[tuple[str, str]] = set()
         self._killed = 0  # The formation whose training process this supervisor has killed.
         self._finished: asyncio.Future[int] | None = None
 
@@ -158,8 +162,14 @@ class _Supervisor:
                     await asyncio.wait(self._served)
 
     async def _listen(self) -> asyncio.Server:
-        try:
+        with self._own_address():
             return await asyncio.start_server(self._accept, self._interface, self._port)
+
+    @contextlib.contextmanager
+    def _own_address(self) -> Iterator[None]:
+        """Says whose fault it is if an address of `learner.peers` is not this host's own."""
+        try:
+            yield
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {self._section.peers[self._section.host]}, which learner.peers"
@@ -225,12 +235,13 @@ class _Supervisor:
         """Starts a training process, and notes its end."""
         made = action.formation
         if action.copy_from is not None:
-            await self._copy_part(action.copy_from)
+            async with self._copying:
+                if self._is_under_way(made):
+                    await self._copy_parts(action.copy_from)
         if self._child is not None:  # It was killed.
             await self._child.process.wait()
-        process = self._state.me.process
-        if (process.formation, process.phase) != (made.number, "running"):
-            return  # The formation is over meanwhile.
+        if not self._is_under_way(made):
+            return
         self._words.begin()
         place = {
             "hosts": str(self._rules.hosts * len(made.slices)),
@@ -249,7 +260,9 @@ class _Supervisor:
             preexec_fn=_die_with_parent,
         )
         child = self._child = _Child(started, made.number)
-        if self._state.asked == made.number:  # While the checkpoint was copied.
+        if not self._is_under_way(made):  # It ended while the process was started.
+            self._kill()
+        elif self._state.asked == made.number:  # While the checkpoint was copied.
             self._ask(child)
         status = await started.wait()
         if made.number == self._state.asked == self._killed:
@@ -259,12 +272,20 @@ class _Supervisor:
         if status != 0 and made.number != self._killed:
             self._logger.warning("training_ended", status=status, number=made.number)
         self._state = formation.ended(self._state, made.number, status, time.monotonic())
+        address = self._state.me.address
+        with contextlib.suppress(OSError):  # Names may fail to resolve for a moment.
+            address = self._new_address()
         self._state = formation.noted(
             self._state,
             leaving=self._signals > 0,
-            address=self._new_address(),
+            address=address,
             newest=self._state.me.newest,
         )
+
+    def _is_under_way(self, made: formation.Formation) -> bool:
+        """True if this host's training process is still to run in a formation."""
+        process = self._state.me.process
+        return (process.formation, process.phase) == (made.number, "running")
 
     def _new_address(self) -> str:
         """Returns an address for JAX's coordinator, with a port that is free now."""
@@ -299,7 +320,8 @@ class _Supervisor:
     async def _report_to(self, host: int) -> None:
         """Sends reports to another supervisor, over a new connection after each failure."""
         while True:
-            with contextlib.suppress(OSError, EOFError, TimeoutError):
+            # A name that no host can have, such as one with two dots, is a UnicodeError.
+            with contextlib.suppress(OSError, EOFError, TimeoutError, UnicodeError):
                 _, writer = await self._call(host)
                 try:
                     while True:
@@ -345,12 +367,15 @@ class _Supervisor:
                 theirs = await reader.readexactly(_NONCE_BYTES)
                 given = await reader.readexactly(_NONCE_BYTES)
             if not hmac.compare_digest(given, self._proof(ours + theirs)):
-                self._logger.warning("supervisor_refused", peer=writer.get_extra_info("peername"))
+                address, *_ = writer.get_extra_info("peername")
+                if self._is_new("supervisor_refused", address):
+                    self._logger.warning("supervisor_refused", peer=address)
                 return
             writer.write(self._proof(theirs + ours))
             await self._serve(reader, writer)
         except WireError as error:
-            self._logger.warning("supervisor_unreadable", error=error.message)
+            if self._is_new("supervisor_unreadable", error.message):
+                self._logger.warning("supervisor_unreadable", error=error.message)
         except (OSError, EOFError, TimeoutError):
             pass  # Silence is judged by the reports that do not come.
         finally:
@@ -363,11 +388,14 @@ class _Supervisor:
         try:
             while True:
                 match await read_message(reader):
-                    case Report(report=report) if report.host != self._section.host:
+                    case Report(report=called):
+                        if not self._expects(called):
+                            return
+                        report = called
                         self._callers[report.host] = reader
                         self._state = formation.heard(self._state, report, time.monotonic())
                     case PartAsked():
-                        await self._send_part(writer)
+                        await self._send_parts(writer)
                         return
                     case _:
                         return
@@ -375,46 +403,72 @@ class _Supervisor:
             if report is not None and self._callers.get(report.host) is reader:
                 self._state = formation.lost(self._state, report.host, report.boot)
 
+    def _expects(self, report: HostReport) -> bool:
+        """True for a report of another host of `learner.peers`; warns of others."""
+        host, count = report.host, len(self._section.peers)
+        if host != self._section.host and host in range(count):
+            return True
+        error = f"host {host} calls host {self._section.host} of {count}"
+        hint = "give all hosts the same learner.peers, and each its own number"
+        if self._is_new("supervisor_unexpected", error):
+            self._logger.warning("supervisor_unexpected", error=error, hint=hint)
+        return False
+
+    def _is_new(self, action: str, about: str) -> bool:
+        """True if a warning was not given yet: it would come again with each call."""
+        before = len(self._warned)
+        self._warned.add((action, about))
+        return len(self._warned) > before
+
     def _proof(self, nonces: bytes) -> bytes:
         return hmac.digest(self._key, nonces, "sha256")
 
     # --- Parts of checkpoints
 
-    async def _send_part(self, writer: asyncio.StreamWriter) -> None:
-        files = _files_of(self._folder)
-        if not files:
-            return
-        with files[0].open("rb") as file:
-            writer.write(os.fstat(file.fileno()).st_size.to_bytes(8, "big"))
-            while chunk := file.read(_CHUNK_BYTES):
-                writer.write(chunk)
-                await asyncio.wait_for(writer.drain(), CALL_S)
+    async def _send_parts(self, writer: asyncio.StreamWriter) -> None:
+        for path in reversed(_files_of(self._folder)):
+            # One that a newer checkpoint replaces meanwhile is left out.
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                writer.write(os.fstat(file.fileno()).st_size.to_bytes(8, "big"))
+                while chunk := file.read(_CHUNK_BYTES):
+                    writer.write(chunk)
+                    await asyncio.wait_for(writer.drain(), CALL_S)
 
-    async def _copy_part(self, host: int) -> None:
-        """Copies the newest part of another host; without it, an older checkpoint is taken."""
-        made = self._folder / "copied"
+    async def _copy_parts(self, host: int) -> None:
+        """Copies the parts of another host; without them, an older checkpoint is taken."""
+        copied = self._folder / "copied"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             reader, writer = await self._call(host)
-            with contextlib.closing(writer), made.open("wb") as file:
+            with contextlib.closing(writer):
                 writer.write(frame(PartAsked()))
-                left = int.from_bytes(await asyncio.wait_for(reader.readexactly(8), CALL_S), "big")
-                if left > shutil.disk_usage(self._folder).free:
-                    raise OSError(f"{left} bytes do not fit on this disk")
-                while left:
-                    chunk = await asyncio.wait_for(reader.read(min(left, _CHUNK_BYTES)), CALL_S)
-                    if not chunk:
-                        raise EOFError("the part ends early")
-                    file.write(chunk)
-                    left -= len(chunk)
+                while size := await asyncio.wait_for(reader.read(8), CALL_S):
+                    size += await asyncio.wait_for(reader.readexactly(8 - len(size)), CALL_S)
+                    await self._receive(reader, int.from_bytes(size, "big"), copied)
+                    newest = _files_of(self._folder)
+                    number = int(newest[0].stem) + 1 if newest else 1
+                    copied.rename(self._folder / f"{number}.safetensors")
+                    self._logger.info("part_copied", source=host)
         except (OSError, EOFError, TimeoutError) as error:
             self._logger.warning("part_not_copied", source=host, error=str(error))
-            made.unlink(missing_ok=True)
-            return
-        newest = _files_of(self._folder)
-        number = int(newest[0].stem) + 1 if newest else 1
-        made.rename(self._folder / f"{number}.safetensors")
-        self._logger.info("part_copied", source=host)
+            copied.unlink(missing_ok=True)
+
+    async def _receive(self, reader: asyncio.StreamReader, left: int, into: Path) -> None:
+        """Writes the next `left` bytes to a file.
+
+        Raises:
+            OSError: they do not fit on the disk.
+            EOFError, TimeoutError: they do not all come.
+        """
+        if left > shutil.disk_usage(self._folder).free:
+            raise OSError(f"{left} bytes do not fit on this disk")
+        with into.open("wb") as file:
+            while left:
+                chunk = await asyncio.wait_for(reader.read(min(left, _CHUNK_BYTES)), CALL_S)
+                if not chunk:
+                    raise EOFError("the part ends early")
+                file.write(chunk)
+                left -= len(chunk)
 
 
 class _Words:
@@ -514,9 +568,11 @@ def newest_part(folder: Path) -> CheckpointId | None:
     Reads the header of the newest file alone: whether the arrays are whole is seen when the
     training process reads them.
     """
+    unreadable = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
     for path in _files_of(folder):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        with contextlib.suppress(*unreadable), path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, path.stat().st_size)))
             facts = json.loads(header["__metadata__"]["facts"])
             return int(facts["incarnation"]), int(facts["local_step"])
     return None

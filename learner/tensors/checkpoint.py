@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from diloco.common.protocol import names, shards
 from diloco.common.protocol.errors import CheckpointError, NoSnapshotError
 from diloco.common.protocol.wire import Count, Digest, Name, NestedRecord
 from diloco.common.storage.store import DirectoryStore, ObjectStore
+from diloco.common.storage.store.protocol import TEMP
 from diloco.learner.core.carry import Unsent
 
 # The most bytes of an object besides its arrays: of the header for each leaf, and of `Facts`.
@@ -425,6 +427,7 @@ class PartFolder:
     def __init__(self, path: Path, keep: int) -> None:
         self._path = path
         self._keep = keep
+        self._cleared = False
 
     def numbers(self) -> list[int]:
         """Returns the numbers of this host's parts, newest first, as `Folder.numbers` does."""
@@ -455,6 +458,9 @@ class PartFolder:
             CheckpointError: the part could not be written.
         """
         with _refused():
+            if not self._cleared:  # A process that was killed may have left half a part.
+                shutil.rmtree(self._path / TEMP, ignore_errors=True)
+                self._cleared = True
             there = self.numbers()
             number = max(there, default=0) + 1
             store = DirectoryStore(self._path)

@@ -64,14 +64,25 @@ def make_mesh(section: MeshSection, devices: list[Any] | None = None, slices: in
     """
     devices = jax.devices() if devices is None else devices
     if slices > 1:
-        each = len(devices) // slices
-        meshes = [make_mesh(section, devices[n * each : (n + 1) * each]) for n in range(slices)]
+        each, rest = divmod(len(devices), slices)
+        if rest or not each:
+            raise ConfigError(
+                f"{len(devices)} devices are not {slices} slices of equal size",
+                hint="the devices are those of all slices of the learner together",
+            )
+        meshes = [
+            _of_slice(section, devices[n * each : (n + 1) * each], "a slice") for n in range(slices)
+        ]
         grid = np.concatenate([mesh.devices for mesh in meshes], axis=AXES.index("data"))
         return Mesh(grid, AXES, axis_types=AUTO)
+    return _of_slice(section, devices, "this learner")
+
+
+def _of_slice(section: MeshSection, devices: Sequence[Any], whose: str) -> Mesh:
     shape = section.shape(len(devices))
     if shape is None:
         raise ConfigError(
-            f"learner.mesh ({section}) does not fit the {len(devices)} devices of this learner",
+            f"learner.mesh ({section}) does not fit the {len(devices)} devices of {whose}",
             hint="the sizes must multiply to the number of devices; 0 takes what the others leave",
         )
     try:

@@ -71,7 +71,8 @@ class ResumePosition(NamedTuple):
         announced = [
             seq if incarnation == facts.incarnation else 0 for incarnation, seq in self.announced
         ]
-        found = carried(rules, facts.unsent, announced, starts)
+        ended = [reached == facts.position for reached in self._reached()]
+        found = carried(rules, facts.unsent, announced, starts, ended)
         if found is None:
             return None
         begins = (facts.position - one.work.steps for one in found)

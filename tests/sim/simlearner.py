@@ -30,7 +30,7 @@ from diloco.learner.core.events import (
     sync_rules,
 )
 from diloco.learner.core.handover import NOTHING, Arrived, Decoded
-from diloco.learner.leading_host import say_end
+from diloco.learner.leading_host import kept, say_end
 from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer, never
 from diloco.learner.wire.claims import LOOK_S, Claims
 from diloco.learner.wire.fetch_versions import Receiver, VersionFetcher, load, start_at
@@ -244,7 +244,8 @@ class SimLearner:
         await self._train(actor, synchronizer, claims, save)
         world.checkers.on_leaving(own, synchronizer.position)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(say_end(publisher, claims, synchronizer.position), LEAVE_S)
+            said = say_end(publisher, claims, synchronizer.position, kept=kept(planner))
+            await asyncio.wait_for(said, LEAVE_S)
 
     def _draw_modules(self, actor: Actor) -> tuple[str, ...]:
         """Draws the modules that a life holds; empty: all."""

@@ -103,6 +103,13 @@ def test_of_a_life_whose_first_messages_are_trimmed_an_update_may_come_out_of_tu
     assert outcome.violation is None, explain(outcome)
 
 
+def test_the_update_at_whose_end_unsent_work_begins_may_be_trimmed():
+    kinds = ("carried", "membership", "crash_loop", "standby")
+    outcome = simulate(Trial(seed=741, minutes=1.5, learners=3, kinds=kinds))
+    assert outcome.injected["carried"] > 0
+    assert outcome.violation is None, explain(outcome)
+
+
 def test_a_seed_leaves_the_garbage_collector_on_or_off_as_it_was():
     """A process of seeds alone has it off: it looked through each whole world once more."""
     plan = Trial(seed=0, minutes=0.2)

@@ -23,6 +23,8 @@ step = st.tuples(st.just("step"), st.just(0))
 announce = st.tuples(st.just("announce"), st.integers(0, FRAGMENTS - 1))
 answer = st.tuples(st.just("answer"), st.integers(0, FRAGMENTS - 1))
 
+NOT_ENDED = [False] * FRAGMENTS
+
 
 class Life:
     """Plays events on the core; by fragment, the steps in the updates that are announced."""
@@ -66,7 +68,7 @@ def test_of_each_fragment_all_steps_until_the_snapshot_are_announced_or_carried(
     stated, done = snapshot(life.state), life.state.done.steps
     for event in after:
         life.play(event)
-    found = carried(life.rules, stated, life.announced, STARTS)
+    found = carried(life.rules, stated, life.announced, STARTS, NOT_ENDED)
     assert found is not None
     for one, covered in zip(found, life.covered, strict=True):
         assert one.work == Work(done - covered, TOKENS * (done - covered))
@@ -86,7 +88,7 @@ def test_a_snapshot_that_does_not_know_an_announced_update_is_not_gone_on_with(s
         life.play(("step", 0))
         for fragment in range(FRAGMENTS):
             life.play(("announce", fragment))
-    found = carried(life.rules, stated, life.announced, STARTS)
+    found = carried(life.rules, stated, life.announced, STARTS, NOT_ENDED)
     assert (found is None) == any(life.announced)
 
 
@@ -102,13 +104,26 @@ def test_a_snapshot_that_does_not_know_an_announced_update_is_not_gone_on_with(s
 )
 def test_what_was_rolled_back_or_is_overwritten_is_dropped(changes, start, dropped):
     rules = replace(Life().rules, **changes)
-    (one,) = carried(rules, [Unsent(4, 0, Work(3, 30))], [0], [start])
-    assert one == (Carried(NO_WORK, dropped=True) if dropped else Carried(Work(3, 30)))
+    unsent = [Unsent(4, 0, Work(3, 30))] * 2
+    found = carried(rules, unsent, [0, 0], [start, STARTS[1]], [False] * 2)
+    if rules.overwrite:
+        assert found is None, "data would be skipped for the sake of nothing"
+    else:
+        one = Carried(NO_WORK, dropped=True) if dropped else Carried(Work(3, 30))
+        assert found == (one, Carried(Work(3, 30)))
 
 
 def test_with_blended_versions_nothing_is_carried():
     rules = replace(Life().rules, blend=0.5)
-    assert carried(rules, [Unsent(4, 0, Work(3, 30))], [0], STARTS[:1]) is None
+    assert carried(rules, [Unsent(4, 0, Work(3, 30))], [0], STARTS[:1], [False]) is None
+
+
+def test_what_a_leaving_life_sends_after_its_last_step_is_not_carried():
+    """It goes on to send while it waits, and then the time for that is over."""
+    rules, unsent = Life().rules, [Unsent(4, 3, Work(3, 30)), Unsent(4, 3, Work(5, 50))]
+    found = carried(rules, unsent, [4, 3], STARTS[:2], [True, False])
+    assert found == (Carried(NO_WORK, dropped=True), Carried(Work(5, 50)))
+    assert carried(rules, unsent, [4, 3], STARTS[:2], [False, False]) is None
 
 
 # --- Tensors

@@ -387,7 +387,7 @@ def test_another_process_under_the_name_ends_the_learner():
 def test_a_new_host_copies_the_newest_checkpoint_of_its_place():
     rules = FormationRules(slices=3, hosts=2, least=1, silent_s=3.0)
     reports = {}
-    for host, newest in enumerate([(7, 10), (7, 10), (7, 30), (7, 20), None, None]):
+    for host, newest in enumerate([(7, 90), (7, 10), (9, 30), (7, 20), None, None]):
         state = formation.begin(host, f"boot-{host}", "", 0.0)
         state = formation.noted(state, leaving=False, address=f"h:{host}", newest=newest)
         reports[host] = state

@@ -57,7 +57,7 @@ LAST = Boundary((), "end", 9)
 SEND = Send(0, 2, 3, "3" * 32, 5, 50, final=True)
 LEFT_OUT = Carried(NO_WORK, dropped=True, held=False)
 EVERYTHING = [
-    messages.Begin(epoch=1, layout="1" * 32, constants=None),
+    messages.Begin(epoch=1, layout="1" * 32, constants=None, alike="slices 1"),
     messages.Load(change=CHANGE._replace(snapshot=REF, deltas=(REF, REF))),
     messages.Go(incarnation=5, position=2, global_step=6),
     messages.GoOn(snapshot=(3, 8), found=(Carried(Work(2, 20), again=True), LEFT_OUT)),
@@ -317,10 +317,10 @@ def test_a_host_that_goes_before_the_last_boundary_is_lost(run_async, gone):
     run_async(scenario())
 
 
-def test_hosts_resume_from_the_checkpoint_with_the_most_steps():
-    """A newer life may have begun afresh."""
-    older, newer, alone = (5, 100), (9, 20), (5, 110)
-    assert _common_checkpoint([older, newer, alone], [{older, newer}, {newer, older}]) == older
+def test_hosts_resume_from_the_newest_life_s_checkpoint():
+    """A group of hosts that was superseded may have gone on for longer."""
+    older, newer, alone = (5, 100), (9, 20), (9, 110)
+    assert _common_checkpoint([older, newer, alone], [{older, newer}, {newer, older}]) == newer
     assert _common_checkpoint([alone], [{older}]) is None
 
 

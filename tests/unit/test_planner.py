@@ -152,6 +152,28 @@ def test_who_was_asked_to_leave_gives_up_after_a_while():
     assert len(found) == 3 + 6
 
 
+def test_who_is_asked_to_leave_makes_a_snapshot_of_its_last_step():
+    """It may not get to send all: no record comes, and its time is short."""
+    inbox = Inbox()
+    asked = planner(
+        inbox, drain_timeout_s=5.0, asked_to_leave=lambda: inbox.looks >= 5,
+        snapshot_steps=50, saver_idle=lambda: True,
+    )  # fmt: skip
+    found = boundaries_of(asked, 50)
+    (last,) = (
+        index for index, plan in enumerate(found) if plan.unsent and plan.state != "training"
+    )
+    assert found[last].checkpoint
+    assert [plan.then for plan in found[last - 1 : last + 1]] == ["step", "hold"]
+
+
+def test_the_first_step_with_carried_work_makes_a_snapshot():
+    """Until then a second crash loses what this life took over."""
+    made = planner(Inbox(), snapshot_steps=50, saver_idle=lambda: True)
+    made.snapshot_soon()
+    assert [bool(plan.unsent) for plan in boundaries_of(made, 2)] == [True, False]
+
+
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_lockstep_holds_until_the_version_is_there(lookahead):
     rules = replace(RULES, interval_steps=1, min_steps=1, lockstep=True, warmup_interval_steps=1)

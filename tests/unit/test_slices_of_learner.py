@@ -1,6 +1,7 @@
 """A learner of several slices: its settings, its mesh, its batch, and who may be its supervisor."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -11,9 +12,11 @@ import pytest
 
 from diloco.common.process.config import LearnerSection, MeshSection, make_config
 from diloco.common.process.nats_server import LOOPBACK, free_port
+from diloco.common.process.tasks import Tasks
 from diloco.common.protocol.errors import ConfigError
+from diloco.learner.core.formation import MOST_HOSTS, Begin, Formation, TrainingProcess
 from diloco.learner.hosts import supervisor
-from diloco.learner.hosts.messages import PartAsked, frame
+from diloco.learner.hosts.messages import PartAsked, Report, frame
 from diloco.learner.island import task_of_slices
 from diloco.learner.task import Task
 from diloco.learner.tensors.checkpoint import Facts, HostCheckpoint, PartFolder
@@ -31,6 +34,9 @@ GIVEN = {"slices": 2, "peers": PEERS, "checkpoint_dir": "/checkpoints"}
         ({"peers": ()}, "names 0 hosts"),
         ({"peers": (*PEERS[:3], PEERS[0])}, "names a host twice"),
         ({"peers": (*PEERS[:3], "10.0.0.9")}, "'10.0.0.9', which is not host:port"),
+        ({"peers": (*PEERS[:3], "http://10.0.0.9:1")}, "which is not host:port"),
+        ({"peers": (*PEERS[:3], "10.0.0.9:99999")}, "ports are 1 to 65535"),
+        ({"hosts": 2}, "leave hosts out"),
         ({"host": 4}, "host 4 of 4"),
         ({"coordinator": "10.0.0.0:1"}, "choose the coordinator"),
         ({"checkpoint_dir": None}, "set checkpoint_dir"),
@@ -157,8 +163,18 @@ def test_the_newest_part_is_found_by_its_header(tmp_path):
     write_part(tmp_path, 5, 10)
     write_part(tmp_path, 5, 20)
     assert supervisor.newest_part(tmp_path) == (5, 20)
-    (tmp_path / "9.safetensors").write_bytes(b"cut")
-    assert supervisor.newest_part(tmp_path) == (5, 20)
+    nested = b"[" * 100_000
+    for wrong in (b"cut", b"\xff" * 8 + b"{}", len(nested).to_bytes(8, "little") + nested):
+        (tmp_path / "9.safetensors").write_bytes(wrong)
+        assert supervisor.newest_part(tmp_path) == (5, 20)
+
+
+def test_half_a_part_that_a_killed_process_left_goes_with_the_next_one(tmp_path):
+    (tmp_path / ".tmp").mkdir()
+    left = tmp_path / ".tmp" / "left"
+    left.write_bytes(b"half")
+    write_part(tmp_path, 5, 10)
+    assert not left.exists()
 
 
 def test_a_part_is_copied_from_a_supervisor_that_knows_the_secret(tmp_path):
@@ -167,19 +183,79 @@ def test_a_part_is_copied_from_a_supervisor_that_knows_the_secret(tmp_path):
     async def copied(change=lambda _supervisor: None):
         here, there = (supervisor_of(tmp_path, peers, host) for host in (0, 1))
         change(there)
-        write_part(there._folder, 7, 30)
+        for local_step in (20, 30):
+            write_part(there._folder, 7, local_step)
         server = await there._listen()
         try:
-            await here._copy_part(1)
+            await here._copy_parts(1)
         finally:
             server.close()
-        return supervisor.newest_part(here._folder)
+        return PartFolder(here._folder, keep=2)
 
     def forget(one):
         one._key = bytes(32)
 
-    assert asyncio.run(copied(forget)) is None
-    assert asyncio.run(copied()) == (7, 30)
+    assert asyncio.run(copied(forget)).numbers() == []
+    # All of them: of the newest another host of the slice may have no part.
+    here = asyncio.run(copied())
+    assert [here.facts(number).local_step for number in here.numbers()] == [30, 20]
+
+
+def test_a_part_is_not_copied_twice_at_once(tmp_path):
+    """A formation may break while it is copied, and the next one begins."""
+    peers = tuple(f"{LOOPBACK}:{free_port()}" for _ in range(2))
+
+    async def scenario():
+        here, there = (supervisor_of(tmp_path, peers, host) for host in (0, 1))
+        copies, second = [], asyncio.Event()
+
+        async def slowly(_writer):
+            copies.append(here._state.me.process.formation)
+            if len(copies) == 2:
+                second.set()
+            await asyncio.sleep(0.3)
+
+        there._send_parts = slowly
+        server, tasks = await there._listen(), Tasks()
+        for number in (MOST_HOSTS, 2 * MOST_HOSTS, 3 * MOST_HOSTS):
+            made = Formation(number, (0, 1), ("one", "other"), f"{LOOPBACK}:3")
+            process = TrainingProcess(number, "running")
+            me = here._state.me._replace(process=process, formation=made)
+            here._state = replace(here._state, me=me)
+            tasks.start(here._begin(Begin(made, 0, 1)))
+            await asyncio.sleep(0.1)
+        await second.wait()
+        await tasks.stop()
+        server.close()
+        return copies
+
+    # What is over before its turn is not copied for.
+    assert asyncio.run(scenario()) == [MOST_HOSTS, 3 * MOST_HOSTS]
+
+
+def test_who_has_another_list_of_peers_is_not_heard(tmp_path, capsys):
+    peers = tuple(f"{LOOPBACK}:{free_port()}" for _ in range(2))
+
+    async def scenario():
+        here, there = supervisor_of(tmp_path, peers, 0), supervisor_of(tmp_path, peers, 1)
+        server = await here._listen()
+        for host in (2, -1, 0):
+            for _ in range(2):
+                reader, writer = await there._call(0)
+                writer.write(frame(Report(report=there._state.me._replace(host=host))))
+                assert await reader.read() == b""
+                writer.close()
+        server.close()
+        return here._state.heard
+
+    assert not asyncio.run(scenario())
+    assert capsys.readouterr().out.count("supervisor_unexpected") == 3
+
+
+@pytest.mark.parametrize("own", ["10.255.255.1:7000", "no-such-name.invalid:7000"])
+def test_an_address_of_another_machine_is_refused_by_name(tmp_path, own):
+    with pytest.raises(ConfigError, match=f"cannot listen on {own}, which learner.peers has for"):
+        supervisor_of(tmp_path, (own, f"{LOOPBACK}:1"), 0)
 
 
 def test_a_stranger_is_told_nothing(tmp_path):

@@ -118,6 +118,7 @@ def test_any_bytes_are_an_event(line: bytes) -> None:
         ("F0102 x", "error"),
         ("Fatal Python error: Aborted", "error"),
         ("Error: of whom?", "info"),
+        ("error: a batch of 1 rows cannot be divided", "error"),
     ],
 )
 def test_levels(line: str, level: str) -> None:
@@ -126,3 +127,6 @@ def test_levels(line: str, level: str) -> None:
 
 def test_in_the_journal_a_line_begins_with_its_priority() -> None:
     assert as_event(b"W0102 x", NOON, journal=True).startswith(b'<4>{"logger"')
+    failed = b'{"level": "error", "action": "failed"}'
+    assert as_event(failed, NOON, journal=True) == b"<3>" + failed + b"\n"
+    assert as_event(failed, NOON) == failed + b"\n"

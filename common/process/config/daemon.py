@@ -294,10 +294,10 @@ class LearnerSection(Section):
             raise ValueError(
                 "checkpoint_key encrypts what checkpoint_upload uploads, which is false"
             )
-        if self.hosts > 1 and self.coordinator is None:
-            raise ValueError("a learner of several hosts needs the address of its coordinator")
         if self.slices > 1 and not self.formation:
             self._check_slices()
+        elif self.hosts > 1 and self.coordinator is None:
+            raise ValueError("a learner of several hosts needs the address of its coordinator")
         elif self.host >= self.hosts:
             raise ValueError(f"host {self.host} of {self.hosts}: hosts are numbered from 0")
         return self
@@ -319,8 +319,12 @@ class LearnerSection(Section):
             raise ValueError("peers names a host twice")
         for peer in self.peers:
             name, _, port = peer.rpartition(":")
-            if not name or not port.isdecimal():
+            if not name or set("/[]") & set(name) or not port.isdecimal():
                 raise ValueError(f"peers has {peer!r}, which is not host:port")
+            if int(port) not in range(1, 1 << 16):
+                raise ValueError(f"peers has {peer!r}, and ports are 1 to 65535")
+        if self.hosts > 1:
+            raise ValueError("peers names the hosts of all slices: leave hosts out")
         if self.host >= len(self.peers):
             raise ValueError(f"host {self.host} of {len(self.peers)}: hosts are numbered from 0")
         if self.coordinator is not None:

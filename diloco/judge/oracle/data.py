@@ -242,7 +242,9 @@ class Data:
         least, most = self._bounds(manifest, sent, learner)
         if trimmed and not (sent.seq and manifest.fragment in self._begun):
             most = math.inf
-        goes_on = not sent.seq and learner.goes_on_at(manifest.fragment, start)
+        # The update at whose end the unsent work begins may be trimmed.
+        unknown = trimmed and manifest.fragment not in learner.reached
+        goes_on = not sent.seq and (unknown or learner.goes_on_at(manifest.fragment, start))
         if not (least <= start <= most or goes_on):
             yield Violation("data", seq, about, "position less steps", (least, most), start)
         if manifest.base_version < sent.base_version:

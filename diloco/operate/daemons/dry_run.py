@@ -31,7 +31,7 @@ def run_dry(config: Config, options: LearnerOptions) -> None:
     """
     learner = options.name
     check_name(learner)
-    hosts = options.hosts or config.learner.hosts
+    hosts = options.hosts or len(config.learner.peers) or config.learner.hosts
     if options.platform == "here":
         figures = dry_run(_configure(config, hosts, options.devices), learner, hosts=hosts)
     else:
