@@ -22,7 +22,7 @@ MEANINGS = {
     "formation": "a supervisor: the slices that train together from now on",
     "work_carried": "this life goes on with what the life before had not sent",
     "announced_uncovered": "an update was announced before a snapshot of it was stored",
-    "part_copied": "a supervisor has the newest part of a checkpoint from another slice",
+    "parts_copied": "a supervisor has copied the parts of `count` checkpoints from another slice",
     "part_not_copied": "an older checkpoint is taken; see the other supervisor's log",
     "supervisor_refused": "who called does not know this learner's credentials",
     "supervisor_unexpected": "who called has another `learner.peers`, or this host's number",

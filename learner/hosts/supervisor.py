@@ -436,7 +436,7 @@ class _Supervisor:
 
     async def _copy_parts(self, host: int) -> None:
         """Copies the parts of another host; without them, an older checkpoint is taken."""
-        copied = self._folder / "copied"
+        copied, count = self._folder / "copied", 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             reader, writer = await self._call(host)
@@ -448,10 +448,12 @@ class _Supervisor:
                     newest = _files_of(self._folder)
                     number = int(newest[0].stem) + 1 if newest else 1
                     copied.rename(self._folder / f"{number}.safetensors")
-                    self._logger.info("part_copied", source=host)
+                    count += 1
         except (OSError, EOFError, TimeoutError) as error:
             self._logger.warning("part_not_copied", source=host, error=str(error))
             copied.unlink(missing_ok=True)
+        if count:
+            self._logger.info("parts_copied", source=host, count=count)
 
     async def _receive(self, reader: asyncio.StreamReader, left: int, into: Path) -> None:
         """Writes the next `left` bytes to a file.

@@ -132,7 +132,7 @@ def goes_on_and_takes_back(world, said):
     assert "MEGASCALE_NUM_SLICES" not in training(hosts[1])[0].environ()
     hosts[0] = again(world, hosts[0])
     until_merged_by(world, 2)
-    assert hosts[0].log().count("part_copied") == 1
+    assert hosts[0].log().count("parts_copied") == 1
 
     # A training process is killed, another one hangs.
     (killed,) = training(hosts[1])
