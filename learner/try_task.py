@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common.process.config import Config, MeshSection, warnings
+from diloco.common.process.config import Config, LearnerSection, MeshSection, warnings
 from diloco.common.protocol.errors import DilocoError, TaskError
 from diloco.common.protocol.layout import Layout
 from diloco.learner.dry_run import device_bytes
+from diloco.learner.island import task_of_slices
 from diloco.learner.load_and_check_task import batches_ended, build_task, refusals
 from diloco.learner.task import Params, Task, scores
 from diloco.learner.tensors import tree
@@ -90,7 +91,7 @@ def tried(config: Config, learner: str, steps: int, hear: Callable[[int, int], N
         _read_rows(trial, task, hear)
         layout = tree.task_layout(task, settings.sync)
         _describe(trial, task, layout)
-        _check_mesh(task, layout, hardware.mesh, learner)
+        _check_mesh(task, layout, hardware.mesh, learner, config.learner)
         _read_first_parameters(trial, task)
     except DilocoError as error:
         trial.refuse(error)
@@ -108,16 +109,21 @@ def tried(config: Config, learner: str, steps: int, hear: Callable[[int, int], N
     return trial
 
 
-def _check_mesh(task: Task, layout: Layout, section: MeshSection, learner: str) -> None:
+def _check_mesh(
+    task: Task, layout: Layout, sizes: MeshSection, learner: str, section: LearnerSection
+) -> None:
     """Checks by shapes alone that a mesh fits the model's tensors and the batch.
 
     Raises:
-        ConfigError: the mesh does not fit.
+        ConfigError: the mesh does not fit, or some number of the learner's slices does not divide a
+            batch.
         TaskError: `Task.partition` returns something other than a PartitionSpec that fits a tensor.
     """
-    mesh = abstract_mesh(section)
+    mesh, batch = abstract_mesh(sizes), next(task.batches(learner, 0))
     param_shardings(task, layout, task.shapes, mesh)
-    rows_of_batch(mesh, next(task.batches(learner, 0)))
+    rows_of_batch(mesh, batch)
+    whole: Any = abstract_mesh(sizes, section.slices)
+    task_of_slices(task, batch, section, whole)
 
 
 def _read_rows(trial: Trial, task: Task, hear: Callable[[int, int], None]) -> None:

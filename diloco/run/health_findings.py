@@ -57,6 +57,8 @@ SUDDEN_ENDS = 3
 # The cause if a learner ended by NaN or infinity, and the errors that show it.
 NOT_A_NUMBER = ", for values that are not finite (NaN)"
 NOT_FINITE = re.compile(r"\bnan\b|\binf|not a number|diverged", re.IGNORECASE)
+# The error of a life of several hosts that ended with one of them.
+HOST_LOST = re.compile(r"of this learner is gone")
 # Seconds that a learner may train with fewer slices than it has: a machine takes some to come back.
 FEWER_S = 600.0
 # The difference of clocks that is reported; a heartbeat may be LATE_S old when it arrives.
@@ -203,7 +205,10 @@ def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
         )
         advice = f"see what ends it: systemctl status diloco-learner@{one.name}, and the journal"
         yield one.told(why, advice, LAGGING_LEARNER, severity="error")
-    if one.failed:
+    if _forms_anew(one):
+        why = f"a life ended, and its slices begin another: {note(one.trouble)}"
+        yield one.told(why, "nothing, unless it repeats", FEWER_SLICES, severity="note")
+    elif one.failed:
         cause = NOT_A_NUMBER if NOT_FINITE.search(one.trouble) else ""
         why = f"an error has ended it{cause}: {note(one.trouble)}"
         advice = "its log says more; repair that, and start it again"
@@ -228,6 +233,12 @@ def _amiss(one: LearnerStatus, *, stopped: bool) -> Iterator[Finding]:
         advice = "its log says more; a crash would cost it what its newest checkpoint lacks"
         page = CHECKPOINTS_FAIL if one.trouble.startswith("checkpoints fail") else LAGGING_LEARNER
         yield one.told(f"says: {note(one.trouble)}", advice, page)
+
+
+def _forms_anew(one: LearnerStatus) -> bool:
+    """True if a learner of several slices has lost a host, and was heard of since."""
+    lost = one.slices is not None and one.failed and HOST_LOST.search(one.trouble) is not None
+    return lost and not one.silent
 
 
 def _its_least(one: LearnerStatus) -> str:
@@ -274,10 +285,12 @@ def _of_its_state(one: LearnerStatus) -> Iterator[Finding]:
         )
         advice = "end one of them, or give it a name of its own"
         yield one.told(sentence, advice, ADD_LEARNER, since_s=one.twins[0])
-    if one.errors:
-        (why, times), lives = Counter(one.errors).most_common(1)[0], one.lives
+    # Slices are lost, and a new life begins by itself: that is what they are for.
+    errors = [why for why in one.errors if one.slices is None or not HOST_LOST.search(why)]
+    if errors:
+        (why, times), lives = Counter(errors).most_common(1)[0], one.lives
         cause = NOT_A_NUMBER if NOT_FINITE.search(why) else ""
-        sentence = f"errors have ended {len(one.errors)} of its {lives} lives{cause}: {note(why)}"
+        sentence = f"errors have ended {len(errors)} of its {lives} lives{cause}: {note(why)}"
         advice = (
             "its log says more; lower its learning rate, clip its gradients, or look at its data"
         )
@@ -345,7 +358,11 @@ def _of_no_life(name: str, life: int) -> Finding:
 def _nobody(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
     """Yields the finding that all learners of a run have left, are silent or failed."""
     left = [one for one in learners if one.left]
-    silent = [one for one in learners if not one.left and (one.silent or one.failed)]
+    silent = [
+        one
+        for one in learners
+        if not one.left and (one.silent or one.failed) and not _forms_anew(one)
+    ]
     if not learners or len(silent) + len(left) < len(learners):
         return
     gone = [f"{len(silent)} silent or ended by an error"] if silent else []

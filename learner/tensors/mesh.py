@@ -96,15 +96,18 @@ def _of_slice(section: MeshSection, devices: Sequence[Any], whose: str) -> Mesh:
         ) from error
 
 
-def abstract_mesh(section: MeshSection) -> AbstractMesh:
+def abstract_mesh(section: MeshSection, slices: int = 1) -> AbstractMesh:
     """Returns a mesh without devices, for checks of shardings.
 
     Args:
-        section: sizes of the axes; an axis of size 0 gets size 1.
+        section: sizes of the axes of one slice; an axis of size 0 gets size 1.
+        slices: the number of slices, along `data`.
     """
     shape = section.shape(section.given)
     assert shape is not None
-    return AbstractMesh(shape, AXES, axis_types=AUTO)
+    sizes = dict(zip(AXES, shape, strict=True))
+    sizes["data"] *= slices
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=AUTO)
 
 
 def single(device: Any = None) -> Mesh:

@@ -77,10 +77,10 @@ def check(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     (tmp_path / "tried_tasks.py").write_text(TASKS)
 
-    def run(build):
+    def run(build, **learner):
         document = {
             "run": {"name": "r", "steps": 100}, "task": {"build": f"tried_tasks:{build}"},
-            "sync": {"fragments": 1}, "store": {"url": "unused"},
+            "sync": {"fragments": 1}, "store": {"url": "unused"}, "learner": learner,
         }  # fmt: skip
         (tmp_path / "run.toml").write_text(tomli_w.dumps(document))
         return CliRunner().invoke(app, ["check", "run.toml"])
@@ -191,6 +191,15 @@ def test_a_model_that_does_not_fit_here_is_not_tried(check_mixture):
     assert "state take 747.2 GB" in words
     assert "--learner a --dry-run --devices 32 compiles" in words
     assert "would take it" not in words
+
+
+def test_a_batch_that_the_slices_do_not_divide_is_refused(check):
+    peers = [f"h:{port}" for port in (1, 2, 3)]
+    given = {"slices": 3, "peers": peers, "checkpoint_dir": "here"}
+    done = check("good", **given, min_slices=3)
+    assert done.exit_code == 1
+    assert "a batch of 4 rows cannot be divided over 3 of 3 slices" in done.output
+    assert check("good", **given | {"slices": 2, "peers": peers[:2]}).exit_code == 0
 
 
 @pytest.mark.parametrize(

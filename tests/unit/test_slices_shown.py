@@ -12,6 +12,7 @@ from runlab import RUN, Lab
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
 from diloco.common.storage.tape import Entry
+from diloco.run.comparison import LAGGING_LEARNER
 from diloco.run.health_findings import FEWER_SLICES, judged
 from diloco.run.observed import Observed
 from diloco.run.state import Finding, RunStatus, SlicesStatus
@@ -76,12 +77,12 @@ def seen(*joins: tuple[float, tuple[int, int, int] | None], left: bool = False) 
     return known
 
 
-def beating(known: Observed, now_s: float) -> Observed:
+def beating(known: Observed, now_s: float, **said: str) -> Observed:
     """The same, after a heartbeat of the newest life."""
     fields = EXAMPLES[wire.Heartbeat].model_dump() | {
         "learner": "a", "incarnation": known.known["a"].joined, "state": "training", "trouble": "",
         "now_s": 0.0,
-    }  # fmt: skip
+    } | said  # fmt: skip
     known.hear(wire.Heartbeat(**fields), now_s)
     return known
 
@@ -131,6 +132,30 @@ def test_a_silent_learner_of_slices_is_told_with_how_many_it_trains() -> None:
         "silent for 490 s, and has not left the run; it has 4 slices, and trains with 3 or more"
     )
     assert "0 of 4" in picture_of(known, 500.0)
+
+
+def test_a_host_that_is_lost_is_no_error_while_the_slices_begin_a_new_life() -> None:
+    lost = {"state": "failed", "trouble": "host 1 of this learner is gone"}
+    known = beating(seen((0.0, (2, 2, 1))), 10.0, **lost)
+    (found,) = told(known, 11.0)
+    assert (found.severity, found.runbook) == ("note", FEWER_SLICES)
+    assert found.sentence == f"a life ended, and its slices begin another: {lost['trouble']}"
+    assert not [one for one in judged(known.run(11.0), known.settings) if one.severity == "error"]
+    # None has begun another.
+    assert "error" in {one.severity for one in judged(known.run(500.0), known.settings)}
+
+    # Of one slice the same is an error, of which somebody has to know.
+    (found,) = told(beating(seen((0.0, None)), 10.0, **lost), 11.0)
+    assert (found.severity, found.runbook) == ("warning", LAGGING_LEARNER)
+
+
+def test_lives_that_ended_with_a_host_are_no_errors_of_a_learner_of_slices() -> None:
+    known = seen((0.0, (2, 2, 1)), (10.0, (2, 2, 1)))
+    known.known["a"].errors.append("host 1 of this learner is gone")
+    assert [one.severity for one in told(beating(known, 11.0), 12.0)] == ["ok"]
+    known.known["a"].errors.append("the loss is NaN")
+    (found,) = told(beating(known, 11.0), 12.0)
+    assert "errors have ended 1 of its 2 lives" in found.sentence
 
 
 def test_a_learner_that_left_long_ago_may_lack_slices() -> None:
