@@ -25,6 +25,7 @@ MEANINGS = {
     "parts_copied": "a supervisor has copied the parts of `count` checkpoints from another slice",
     "part_not_copied": "an older checkpoint is taken; see the other supervisor's log",
     "supervisor_refused": "who called does not know this learner's credentials",
+    "supervisor_unreached": "calls to that address of `learner.peers` fail for ten seconds",
     "supervisor_unexpected": "who called has another `learner.peers`, or this host's number",
     "supervisor_unreadable": "give all hosts of a learner the same release",
     "training_ended": "a training process has failed; its own lines say why",

@@ -61,6 +61,8 @@ from diloco.learner.hosts.messages import PartAsked, Report, frame, read_message
 REPORT_S = 0.25
 # Seconds that a connection, or one message over it, may take.
 CALL_S = 3.0
+# A supervisor that is not reached for so many seconds is told of, once until it is.
+UNREACHED_S = 10.0
 # Seconds until a training process sends its first notification.
 FIRST_WORD_S = 120.0
 # A training process may be silent for so many times `learner.silent_s`: a large checkpoint that is
@@ -319,10 +321,11 @@ class _Supervisor:
 
     async def _report_to(self, host: int) -> None:
         """Sends reports to another supervisor, over a new connection after each failure."""
+        reached_s, told = time.monotonic(), False
         while True:
-            # A name that no host can have, such as one with two dots, is a UnicodeError.
-            with contextlib.suppress(OSError, EOFError, TimeoutError, UnicodeError):
+            try:
                 _, writer = await self._call(host)
+                told = False
                 try:
                     while True:
                         writer.write(frame(Report(report=self._state.me)))
@@ -330,6 +333,13 @@ class _Supervisor:
                         await asyncio.sleep(REPORT_S)
                 finally:
                     writer.close()
+                    reached_s = time.monotonic()
+            # A name that no host can have, such as one with two dots, is a UnicodeError.
+            except (OSError, EOFError, TimeoutError, UnicodeError) as error:
+                if not told and time.monotonic() - reached_s > UNREACHED_S:
+                    told = True
+                    peer, why = self._section.peers[host], str(error) or type(error).__name__
+                    self._logger.warning("supervisor_unreached", peer=peer, error=why)
             await asyncio.sleep(REPORT_S)
 
     async def _call(self, host: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

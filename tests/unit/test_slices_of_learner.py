@@ -252,6 +252,25 @@ def test_who_has_another_list_of_peers_is_not_heard(tmp_path, capsys):
     assert capsys.readouterr().out.count("supervisor_unexpected") == 3
 
 
+@pytest.mark.parametrize(
+    ("peer", "why"),
+    [(f"{LOOPBACK}:1", "Connect call failed"), ("host..name:7000", "label empty or too long")],
+)
+def test_a_supervisor_that_is_not_reached_is_told_of_once(tmp_path, capsys, monkeypatch, peer, why):
+    monkeypatch.setattr(supervisor, "UNREACHED_S", 0.3)
+    here = supervisor_of(tmp_path, (f"{LOOPBACK}:{free_port()}", peer), 0)
+
+    async def scenario():
+        async with asyncio.timeout(2.0):
+            await here._report_to(1)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(scenario())
+    said = capsys.readouterr().out
+    assert said.count("supervisor_unreached") == 1
+    assert why in said
+
+
 @pytest.mark.parametrize("own", ["10.255.255.1:7000", "no-such-name.invalid:7000"])
 def test_an_address_of_another_machine_is_refused_by_name(tmp_path, own):
     with pytest.raises(ConfigError, match=f"cannot listen on {own}, which learner.peers has for"):

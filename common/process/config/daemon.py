@@ -195,7 +195,8 @@ class LearnerSection(Section):
     )
     silent_s: Seconds = Field(
         default=5.0,
-        description="silence after which a host, or its training process, counts as lost",
+        description="silence after which a host counts as lost; its training process, after twice"
+        " as long",
     )
     keep_batch: bool = Field(
         default=True,
