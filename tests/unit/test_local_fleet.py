@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.common.protocol.errors import DilocoError
-from diloco.operate.local.fleet import ALIKE, LocalDaemons, failure_kind, last_words
+from diloco.operate.local.fleet import ALIKE, NICE, LocalDaemons, failure_kind, last_words
 
 PATIENCE_S = 300.0
 DIVERGED = """{"action": "started"}
@@ -75,6 +75,23 @@ def test_who_is_killed_comes_back_and_is_told(tmp_path: Path, before: str) -> No
             fleet.look_after()
             time.sleep(0.02)
         assert fleet.came_back == ["learner-0 was ended by SIGKILL, and starts again"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take niceness back")
+def test_who_yielded_is_as_quick_as_others_once_nobody_else_is_there(tmp_path: Path) -> None:
+    """All its threads: on a busy machine the last score of a run took minutes."""
+    with LocalDaemons(tmp_path / "logs") as fleet:
+        daemon = fleet.start("scores", ["dashboard", str(tmp_path), "--port", "0"], yields=True)
+        assert daemon.pid is not None
+        assert niceness(daemon.pid) == {NICE}
+        fleet.hurry("scores")
+        assert niceness(daemon.pid) == {0}
+        assert not daemon.yields
+
+
+def niceness(pid: int) -> set[int]:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return {os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in threads}
 
 
 def test_a_wrong_configuration_ends_the_run_at_once(tmp_path: Path) -> None:

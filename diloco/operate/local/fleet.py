@@ -3,6 +3,7 @@
 A *life* of a daemon is the time from one start of its processes to their end.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -201,6 +202,16 @@ class LocalDaemons:
             os.sched_setaffinity(process.running.pid, daemon.cores)
         if daemon.yields:
             os.setpriority(os.PRIO_PROCESS, process.running.pid, NICE)
+
+    def hurry(self, name: str) -> None:
+        """Gives a daemon that yields the usual priority, where the system permits that."""
+        daemon = self.daemons[name]
+        daemon.yields = False
+        for process in daemon.processes:
+            if process.pid is not None:
+                with contextlib.suppress(OSError):  # Only root may take niceness back.
+                    # Of the group, which is this process with all its threads.
+                    os.setpriority(os.PRIO_PGRP, process.pid, 0)
 
     def kill(self, name: str) -> str:
         """Kills a daemon by SIGKILL and restarts it; returns a name of what was killed.

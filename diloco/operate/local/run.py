@@ -317,6 +317,7 @@ class LocalRun:
             await self._watch(watch)
             await self._wait_for_daemons()
             with self.console.status("evaluating the final version on held-out data ..."):
+                self.fleet.hurry(SCORES)  # Nothing is left to yield to; others may be busy.
                 await self._end_of(SCORES)
             scores = await read_scores(context, thinned=True)
         summary = self._summary(watch, scores[0].loss, scores[-1].loss)
