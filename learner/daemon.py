@@ -11,7 +11,7 @@ import jax
 
 from diloco.common.process import log
 from diloco.common.process.config import Config, tasks_of_step
-from diloco.common.process.health import tell
+from diloco.common.process.health import tell, tell_stopping
 from diloco.common.process.probes import Probes, make_probes, serving
 from diloco.common.process.retry import Runtime
 from diloco.common.process.signals import AskedToStopError, on_signals
@@ -40,7 +40,7 @@ def serve(config: Config, learner: str) -> None:
         if config.learner.coordinator is not None:
             probes.health.begin_phase("meeting the learner's other hosts")
         programs = _configure(config, learner)
-        with _together():
+        with _together(probes):
             probes.health.begin_phase("building the task")
             island = Island(config, learner)
             program, task = TaskProgram(island), island.task
@@ -138,13 +138,15 @@ def _configure(config: Config, learner: str) -> CompiledPrograms:
 
 
 @contextlib.contextmanager
-def _together() -> Iterator[None]:
+def _together(probes: Probes) -> Iterator[None]:
     """Makes all hosts of a learner end together when the block ends, with or without an error."""
     try:
         yield
     except BaseException as error:
         if jax.process_count() > 1:
-            # The other hosts may hold this one in a collective, or in JAX's shutdown.
+            # The other hosts may hold this one in a collective, or in JAX's shutdown. Whoever kills
+            # what is silent must wait for its status, which says whether to start it again.
+            tell_stopping(probes.manager)
             end_if_hanging(status_of(error))
         raise
     if jax.process_count() > 1:

@@ -466,7 +466,8 @@ def _leave(
         context.logger.warning("left_unsent", fragments=len(lost), steps=sum(lost.values()))
     synchronizer.meter.state = "leaving"
     within_s = host.config.learner.drain_timeout_s
-    said = say_end(publisher, shares, synchronizer.position, kept=kept(planner))
+    rest = leaves_snapshot(planner)
+    said = say_end(publisher, shares, synchronizer.position, snapshot=rest)
     try:
         host.background.call(said, within_s)
     except TimeoutError:
@@ -474,14 +475,14 @@ def _leave(
     return why_left(stopping=planner.state.stopping)
 
 
-def kept(planner: Planner) -> bool:
-    """True if a learner that leaves has unsent work, which a snapshot keeps for its next life."""
+def leaves_snapshot(planner: Planner) -> bool:
+    """True if a learner leaves unsent work behind, of which a snapshot is made."""
     state = planner.state
     return planner.snapshot_steps > 0 and not state.ended and bool(sync.unsent(state))
 
 
 async def say_end(
-    publisher: Publisher, shares: Claims, position: int, *, kept: bool = False
+    publisher: Publisher, shares: Claims, position: int, *, snapshot: bool = False
 ) -> None:
     """Publishes that this learner leaves, and frees its shares of the data.
 
@@ -489,9 +490,9 @@ async def say_end(
         publisher: publishes the leave.
         shares: the learner's claims.
         position: the learner's position in its data, in batches.
-        kept: whether a snapshot keeps unsent work. The leave then has the position 0, since all
+        snapshot: whether a snapshot has unsent work. The leave then has the position 0, since all
             before a leave's position counts as sent.
     """
     # In this order: the leave comes before the end of the claims.
-    await publisher.leave(0 if kept else position)
+    await publisher.leave(0 if snapshot else position)
     await shares.end(position)

@@ -19,14 +19,15 @@ from test_status import diloco, status_of
 from diloco import load, load_task
 from diloco.common.process.nats_server import LOOPBACK, free_port
 from diloco.common.protocol import names, wire
+from diloco.common.protocol.errors import Exit
 from diloco.common.storage.tape import decode_as
 from diloco.run.health_findings import FEWER_SLICES
 
 WHOLE = {"enabled": False}
 
 
-def start(world: World, slices: int, hosts: int = 1, **settings):
-    """The supervisors of a learner; their configuration says what is the same on all hosts."""
+def start(world: World, slices: int, hosts: int = 1, last: dict | None = None, **settings):
+    """The supervisors of a learner, whose files are the same; `last`: settings of the last alone."""
     peers = [f"{LOOPBACK}:{free_port()}" for _ in range(slices * hosts)]
     learner = {
         "slices": slices,
@@ -40,6 +41,7 @@ def start(world: World, slices: int, hosts: int = 1, **settings):
     configs = []
     for host in range(len(peers)):
         own = {**learner, "host": host, "checkpoint_dir": f"checkpoints-{host}"}
+        own |= (last or {}) if host == len(peers) - 1 else {}
         configs.append(world.variant(f"host-{host}", {"learner": own}))
     return [supervisor(world, config, host) for host, config in enumerate(configs)]
 
@@ -149,6 +151,20 @@ def goes_on_and_takes_back(world, said):
     until_merged_by(world, 1)
     assert not any("left: run ended" in words for words in said)
     end(world)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("last", [{"snapshot_steps": 0}, {"keep_batch": False}], ids=repr)
+def test_hosts_whose_files_differ_do_not_train(new_world, last):
+    """They would train out of step, or wait for each other for ever."""
+    world = new_world(run=ENDLESS)
+    world.aggregator()
+    hosts = start(world, slices=2, min_slices=2, last=last)
+    assert hosts[1].wait() == Exit.CONFIG
+    said = hosts[1].log()
+    assert "settings of the learner" in said
+    for settings in ("snapshot_steps 2", "keep_batch True"):
+        assert settings in said
 
 
 @pytest.mark.long

@@ -210,3 +210,28 @@ def test_what_was_not_sent_outlives_a_killed_process(new_world):
         (carried,) = life.events("work_carried")
         assert positions[0] == carried["position"]
         assert not life.events("work_lost")
+
+
+@pytest.mark.long
+def test_what_was_not_sent_outlives_a_polite_end_while_nobody_answers(new_world):
+    """Each fragment has an update in flight, and all steps behind it wait."""
+    keeps = {"checkpoint_dir": "checkpoints", "snapshot_steps": 2, "drain_timeout_s": 1.0}
+    world = new_world(run=ENDLESS, task=SLOWER, learner=keeps, gc=WHOLE)
+    aggregator, first = world.aggregator(), world.learner("a")
+    until(world, first, "sent", 6)
+    aggregator.kill()
+    trained = world.steps("a")
+    world.until(lambda: world.steps("a") > trained + 30, "it trains on")
+    first.terminate()
+    assert first.wait() == 0
+    (left,) = first.events("left_unsent")
+    assert left["fragments"] == 3
+    second = world.learner("a")
+    until(world, second, "work_carried", 1)
+    (carried,) = second.events("work_carried")
+    assert sum(carried["steps"]) == left["steps"]
+    world.aggregator()
+    until(world, second, "sent", 6)
+    world.stop()
+    assert second.wait() == 0
+    read_tape(world).check()

@@ -30,7 +30,7 @@ from diloco.learner.core.events import (
     sync_rules,
 )
 from diloco.learner.core.handover import NOTHING, Arrived, Decoded
-from diloco.learner.leading_host import kept, say_end
+from diloco.learner.leading_host import leaves_snapshot, say_end
 from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer, never
 from diloco.learner.wire.claims import LOOK_S, Claims
 from diloco.learner.wire.fetch_versions import Receiver, VersionFetcher, load, start_at
@@ -244,7 +244,9 @@ class SimLearner:
         await self._train(actor, synchronizer, claims, save)
         world.checkers.on_leaving(own, synchronizer.position)
         with contextlib.suppress(TimeoutError):
-            said = say_end(publisher, claims, synchronizer.position, kept=kept(planner))
+            said = say_end(
+                publisher, claims, synchronizer.position, snapshot=leaves_snapshot(planner)
+            )
             await asyncio.wait_for(said, LEAVE_S)
 
     def _draw_modules(self, actor: Actor) -> tuple[str, ...]:

@@ -38,8 +38,8 @@ def test_the_shares_of_who_is_silent_go_to_others():
 def test_who_has_said_its_end_says_nothing_behind_it(monkeypatch):
     """A learner publishes no claim after its end, even if its process still runs."""
 
-    async def end_and_stay(*arguments, **kept):
-        await say_end(*arguments, **kept)
+    async def end_and_stay(*arguments, **named):
+        await say_end(*arguments, **named)
         await asyncio.sleep(2.0)
 
     monkeypatch.setattr(simlearner, "say_end", end_and_stay)

@@ -106,15 +106,20 @@ def test_who_is_told_not_to_collect_does_not(run_async):
     run_async(scenario())
 
 
+async def never_collected() -> tuple[Lab, State]:
+    """A run with garbage, and the state of a machine that has begun to read its tape again."""
+    lab = Lab(replay_window_s=0, enabled=False)
+    await lab.create()
+    async with lab.aggregating():
+        await lab.join("a")
+        await lab.send_many("a", 4 * SNAPSHOT_EVERY)
+    record, record_seq = await lab.newest()
+    return lab, memory.resume(record, record_seq, lab.context.runtime.clock())
+
+
 def test_nothing_is_collected_before_the_tape_was_read_again(run_async):
     async def scenario() -> None:
-        lab = Lab(replay_window_s=0, enabled=False)
-        await lab.create()
-        async with lab.aggregating():
-            await lab.join("a")
-            await lab.send_many("a", 4 * SNAPSHOT_EVERY)
-        record, record_seq = await lab.newest()
-        begun = memory.resume(record, record_seq, lab.context.runtime.clock())
+        lab, begun = await never_collected()
         begun = begun._replace(known_seq=begun.seen_seq + 1)
         stored = len(lab.objects(""))
         await Collector(lab.context, 0, lambda: begun, ShardListing())._collect()
@@ -130,13 +135,7 @@ def test_a_collection_waits_for_the_record_that_is_being_stored(run_async):
     """The newest snapshot may be the run's last: nothing wakes the collector again."""
 
     async def scenario() -> None:
-        lab = Lab(replay_window_s=0, enabled=False)
-        await lab.create()
-        async with lab.aggregating():
-            await lab.join("a")
-            await lab.send_many("a", 4 * SNAPSHOT_EVERY)
-        record, record_seq = await lab.newest()
-        stored = memory.resume(record, record_seq, lab.context.runtime.clock())
+        lab, stored = await never_collected()
         stored = stored._replace(known_seq=stored.seen_seq)
         states = iter([stored._replace(storing=Storing(True, ()))] * 2)
         await Collector(lab.context, 0, lambda: next(states, stored), ShardListing())._collect()

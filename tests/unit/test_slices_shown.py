@@ -12,6 +12,7 @@ from runlab import RUN, Lab
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
 from diloco.common.storage.tape import Entry
+from diloco.learner.hosts.messages import host_gone
 from diloco.run.comparison import LAGGING_LEARNER
 from diloco.run.health_findings import FEWER_SLICES, judged
 from diloco.run.observed import Observed
@@ -135,7 +136,7 @@ def test_a_silent_learner_of_slices_is_told_with_how_many_it_trains() -> None:
 
 
 def test_a_host_that_is_lost_is_no_error_while_the_slices_begin_a_new_life() -> None:
-    lost = {"state": "failed", "trouble": "host 1 of this learner is gone"}
+    lost = {"state": "failed", "trouble": host_gone("host 1").message}
     known = beating(seen((0.0, (2, 2, 1))), 10.0, **lost)
     (found,) = told(known, 11.0)
     assert (found.severity, found.runbook) == ("note", FEWER_SLICES)
@@ -151,7 +152,7 @@ def test_a_host_that_is_lost_is_no_error_while_the_slices_begin_a_new_life() -> 
 
 def test_lives_that_ended_with_a_host_are_no_errors_of_a_learner_of_slices() -> None:
     known = seen((0.0, (2, 2, 1)), (10.0, (2, 2, 1)))
-    known.known["a"].errors.append("host 1 of this learner is gone")
+    known.known["a"].errors.append(host_gone("host 1").message)
     assert [one.severity for one in told(beating(known, 11.0), 12.0)] == ["ok"]
     known.known["a"].errors.append("the loss is NaN")
     (found,) = told(beating(known, 11.0), 12.0)
