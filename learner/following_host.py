@@ -53,7 +53,10 @@ def follow(host: Host) -> Iterator[Life]:
     background = host.background
     with ExitStack() as stack:
         address, secret = exchange_secret("")
-        link = background.call(connect(jax.process_index(), address, secret, host.lost_host))
+        leader = f"host {host.config.learner.number_of(0)}"
+        link = background.call(
+            connect(jax.process_index(), address, secret, host.lost_host, leader)
+        )
         stack.callback(lambda: background.call(link.close()))
         begin = link.receive(messages.Begin)
         store = host.open_store()

@@ -167,13 +167,14 @@ def _meet(host: Host, stack: ExitStack) -> Coordinator:
 
 
 async def _coordinator(listener: Listener, secret: str, host: Host) -> Coordinator:
-    connections = await listener.meet(jax.process_count(), secret)
+    number_of = host.config.learner.number_of
+    connections = await listener.meet(jax.process_count(), secret, number_of)
 
     def lost(error: BaseException) -> None:
         host.lost_host(error)
         host.background.fail(error)
 
-    return Coordinator(host.background.loop, connections, lost)
+    return Coordinator(host.background.loop, connections, lost, number_of)
 
 
 def _check_run(context: Context, specification: wire.Specification) -> None:
@@ -227,7 +228,7 @@ def _leading_life(
     # stored before the join, and rejected if after.
     place = host.starting(place_after_join(context, life.incarnation))
     rules = sync_rules(context.settings.sync, context.layout, paused=context.settings.run.paused)
-    begun = _Begun(life, place, rules, starts)
+    begun = _Begun(place, rules, starts)
     place, unsent = _go_on(host, context, replica, peers, folder, begun)
     position = place.position
     if place.lost:
@@ -236,8 +237,6 @@ def _leading_life(
     saver = make_saver(host, context, folder, life.incarnation, others_made=peers.made)
     state = carry(rules, sync.begin(rules, starts), unsent)
     planner = _planner(host, context, rules, state, peers, saver)
-    if unsent:
-        planner.snapshot_soon()
     first = planner.first_step()
     peers.say(messages.Go(incarnation=life.incarnation, position=position, global_step=first))
     synchronizer = Synchronizer(
@@ -389,9 +388,8 @@ def _common_checkpoint(
 
 
 class _Begun(NamedTuple):
-    """What a life knows of its beginning: its join, data position, rules and versions."""
+    """What a life knows of its beginning: its data position, rules and versions."""
 
-    life: Membership
     place: ResumePosition
     rules: SyncRules
     starts: tuple[Start, ...]
@@ -405,7 +403,7 @@ def _go_on(
     folder: CheckpointFolder | None,
     begun: _Begun,
 ) -> tuple[ResumePosition, tuple[Carried, ...]]:
-    """Takes over the unsent work of the life before, if a snapshot has it on all hosts.
+    """Takes over the unsent work of an earlier life, if a snapshot has it on all hosts.
 
     Returns:
         The data position, and by fragment how the work was taken over; nothing if none was.
@@ -417,7 +415,7 @@ def _go_on(
     common = set(here).intersection(*host.background.call(peers.snapshots()))
     for number in sorted(common, reverse=True):
         facts, values = here[number]
-        found = place.fits(facts, begun.life, begun.rules, begun.starts)
+        found = place.fits(facts, begun.rules, begun.starts)
         if found is not None:
             peers.say(messages.GoOn(snapshot=number, found=found))
             replica.carry(values(), found)

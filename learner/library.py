@@ -83,6 +83,7 @@ class Learner:
         self._loss: Any = None
         self._metrics: Mapping[str, Any] = {}
         self._save: Any = None
+        self._saves = False
         self._then = "step"
         self._began_s = time.perf_counter()
 
@@ -137,6 +138,7 @@ class Learner:
         if found is None:
             return state
         meter.local_step, meter.earlier_tokens = found.local_step, found.tokens
+        self._saves = True
         return jax.tree.map(put_like, found.state, leaves)
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -192,7 +194,9 @@ class Learner:
             metrics: further scalars of that step by name, read as the loss is; heartbeats carry
                 their moving averages.
             save: contents of a checkpoint, such as the optimizer's state: a tree of arrays, copied
-                when a checkpoint is due; or a function that returns the tree then.
+                when a checkpoint is due; or a function that returns the tree then. With
+                `learner.snapshot_steps` any step may be the last of a checkpoint, so that a loop
+                which gives it once must give it at each step.
 
         Returns:
             The parameters to continue with.
@@ -200,7 +204,8 @@ class Learner:
         Raises:
             DivergedError: the loss is infinite or not a number.
             ParametersError: names, dtypes or shapes of the parameters have changed.
-            DilocoError: an error that ends this learner; or the loop continued after `done`.
+            DilocoError: an error that ends this learner; or the loop continued after `done`; or
+                `save` was given before, and a snapshot is due without it.
         """
         if self.done:
             raise DilocoError(
@@ -218,7 +223,9 @@ class Learner:
         meter = self._synchronizer.meter
         took_s = time.perf_counter() - self._began_s
         meter.stepped(took_s, self._synchronizer.tokens_per_step, read)
+        self._saves = self._saves or save is not None
         if boundary.checkpoint and (save is not None or boundary.unsent):
+            self._check_saved()
             self._checkpoint(boundary)
             self._save = None
         meter.state = boundary.state
@@ -260,6 +267,20 @@ class Learner:
             boundary = self._turn()
             synchronizer.meter.state, self._then = boundary.state, boundary.then
         self._life.leave()
+
+    def _check_saved(self) -> None:
+        """Checks that a checkpoint has the loop's state, if checkpoints before have.
+
+        Raises:
+            DilocoError: it would take the place of one with that state.
+        """
+        if self._saves and self._save is None:
+            raise DilocoError(
+                "the loop gave `save` before, and none at a step at which a snapshot is due: the"
+                " snapshot would have no optimizer",
+                hint="with learner.snapshot_steps give `save` at each step, such as a function that"
+                " returns the state; or set snapshot_steps = 0",
+            )
 
     def _checkpoint(self, boundary: Boundary) -> None:
         """Makes a checkpoint of the loop's last `save`, if this learner keeps checkpoints."""

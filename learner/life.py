@@ -178,6 +178,7 @@ class Host:
         """
         learner = self.member.learner
         logger = log.get(run=self.settings.run.name, learner=learner)
+        own = self.config.learner.number_of(jax.process_index())
         return Context(
             settings=fitted(self.settings, layout),
             layout=layout,
@@ -185,7 +186,7 @@ class Host:
             bus=bus,
             store=store,
             runtime=self.runtime,
-            logger=logger if jax.process_count() == 1 else logger.bind(host=jax.process_index()),
+            logger=logger if jax.process_count() == 1 else logger.bind(host=own),
             learner=learner,
             metrics=self.probes.metrics,
             health=self.probes.health,

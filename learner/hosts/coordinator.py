@@ -78,15 +78,18 @@ class Listener:
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{host}:{port}"
 
-    async def meet(self, hosts: int, secret: str) -> dict[int, WorkerConnection]:
+    async def meet(
+        self, hosts: int, secret: str, number_of: Callable[[int], int]
+    ) -> dict[int, WorkerConnection]:
         """Waits until all workers are connected; then closes the socket.
 
         Args:
             hosts: the number of the learner's hosts, host 0 included.
             secret: the secret that workers must send.
+            number_of: rank of a process -> the number of its host, for messages.
 
         Returns:
-            The connections, by the workers' numbers 1, 2, 3 ...
+            The connections, by the workers' ranks 1, 2, 3 ...
 
         Raises:
             HostLostError: a worker did not connect within `MEET_S` seconds.
@@ -104,7 +107,7 @@ class Listener:
         except TimeoutError:
             for connection in found.values():
                 connection.writer.close()
-            missing = sorted(set(range(1, hosts)) - set(found))
+            missing = sorted(number_of(rank) for rank in set(range(1, hosts)) - set(found))
             raise HostLostError(
                 f"hosts {missing} of this learner did not connect within {MEET_S:.0f} s",
                 hint="see their logs; host 0 must be reachable from them: runbooks/lost-host.md",
@@ -184,9 +187,10 @@ class Coordinator(NoOtherHosts):
 
     Args:
         loop: the event loop.
-        connections: the connections to all workers, by number.
+        connections: the connections to all workers, by rank.
         lost: is called on the loop, with the error, when a worker is gone or sends an invalid
             message: the learner must end.
+        number_of: rank of a process -> the number of its host, for messages.
 
     Attributes:
         hosts: the number of the learner's hosts, host 0 included.
@@ -199,6 +203,7 @@ class Coordinator(NoOtherHosts):
         loop: asyncio.AbstractEventLoop,
         connections: Mapping[int, WorkerConnection],
         lost: Callable[[BaseException], None],
+        number_of: Callable[[int], int],
     ) -> None:
         self.hosts = len(connections) + 1
         self._loop = loop
@@ -212,8 +217,8 @@ class Coordinator(NoOtherHosts):
         self._have, self._have_unsent = self._answers(), self._answers()
         self._made = 0, 0  # The newest checkpoint's step, and how many workers are done with it.
         self._tasks = [
-            loop.create_task(self._listen_to(host, connection.reader))
-            for host, connection in connections.items()
+            loop.create_task(self._listen_to(number_of(rank), connection.reader))
+            for rank, connection in connections.items()
         ]
 
     def asked_to_leave(self) -> bool:

@@ -164,7 +164,7 @@ class Ending(HostMessage):
 
 
 class Hello(HostMessage):
-    """Identifies a worker: the secret of `exchange_secret`, and the worker's number."""
+    """Identifies a worker: the secret of `exchange_secret`, and the rank of its process."""
 
     secret: str
     host: int
@@ -401,7 +401,8 @@ def host_gone(who: str) -> HostLostError:
     """Returns the error for a connection that ended; `who` names the host."""
     return HostLostError(
         f"{who} of this learner is gone",
-        hint="all hosts of the learner exit now; start them again together: runbooks/lost-host.md",
+        hint="all its processes exit, and continue once all are started, or without a lost slice:"
+        " runbooks/lost-host.md",
     )
 
 

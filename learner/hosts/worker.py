@@ -48,6 +48,7 @@ class HostLink:
         reader, writer: the streams of the connection.
         lost: is called on the event loop, with the error, when host 0 has ended with an error or
             the connection has broken: the training thread may then hang in a collective.
+        leader: names host 0 in messages: with several slices its number may be another one.
 
     Attributes:
         requests: the `Prepare`, `Granted` and `Drop` messages that came, in order; the event loop
@@ -60,11 +61,13 @@ class HostLink:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         lost: Callable[[BaseException], None],
+        leader: str = "host 0",
     ) -> None:
         self.requests: asyncio.Queue[Prepare | Granted | Drop] = asyncio.Queue()
         self._loop = loop
         self._writer = writer
         self._lost = lost
+        self._leader = leader
         self._inbox: queue.SimpleQueue[HostMessage | BaseException] = queue.SimpleQueue()
         self._ended = False
         self._failed: BaseException | None = None
@@ -126,7 +129,7 @@ class HostLink:
                     self._inbox.put(message)
         except (OSError, EOFError):
             if not self._ended:
-                self._end(host_gone("host 0"))
+                self._end(host_gone(self._leader))
         except WireError as error:
             self.fail(error)
 
@@ -136,15 +139,20 @@ class HostLink:
 
 
 async def connect(
-    host: int, address: str, secret: str, lost: Callable[[BaseException], None]
+    host: int,
+    address: str,
+    secret: str,
+    lost: Callable[[BaseException], None],
+    leader: str = "host 0",
 ) -> HostLink:
     """Connects a worker to host 0, and sends its `Hello`.
 
     Args:
-        host: this host's number.
+        host: the rank of this host's process.
         address: host 0's address, `host:port`.
         secret: the secret of `exchange_secret`.
         lost: as in `HostLink`.
+        leader: as in `HostLink`.
 
     Raises:
         OSError: host 0 cannot be reached.
@@ -153,7 +161,7 @@ async def connect(
     name, _, port = address.rpartition(":")
     async with asyncio.timeout(MEET_S):
         reader, writer = await asyncio.open_connection(name, int(port))
-    link = HostLink(asyncio.get_running_loop(), reader, writer, lost)
+    link = HostLink(asyncio.get_running_loop(), reader, writer, lost, leader)
     link.tell(Hello(secret=secret, host=host))
     return link
 

@@ -286,6 +286,26 @@ def test_parameters_that_are_no_number_end_the_loop_before_they_are_sent(own_run
     assert "leave" not in said(world, "a")
 
 
+def test_a_loop_that_saves_now_and_then_is_refused_where_snapshots_are_made(own_run, tmp_path):
+    """The snapshot of a step without a state would take the place of one with it."""
+    learner = {"snapshot_steps": 1, "checkpoint_dir": str(tmp_path), "checkpoint_keep": 1}
+    world = own_run(learner)
+
+    def sometimes(island):
+        save = {"moment": jnp.ones(2)}
+        while True:
+            island.step(island.params, loss=1.0, save=save)
+            save = None
+            time.sleep(0.01)
+
+    with pytest.raises(DilocoError, match="the snapshot would have no optimizer"):
+        run_loop(world, sometimes)
+    with diloco.join(world.config_path, learner="a", like=initial()) as island:
+        found = island.restore({"moment": jnp.zeros(2)})
+        assert found["moment"][0] == 1
+        island.step(island.params, loss=1.0, save=found)
+
+
 def test_an_interrupt_is_a_leave(own_run):
     world = own_run()
     with pytest.raises(KeyboardInterrupt):

@@ -10,7 +10,7 @@ import msgpack
 import pytest
 import structlog
 
-from diloco.common.process.config import RunSettings
+from diloco.common.process.config import LearnerSection, RunSettings
 from diloco.common.process.retry import Runtime
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import wire
@@ -54,6 +54,7 @@ REF = wire.ObjectRef(name="r/global/0/x", size_bytes=7, crc32c=9)
 CHANGE = Change(0, 44, "4" * 32, None, (REF,))
 READY = Ready(1, 7, 3, "2" * 32, 12, 4, rolled_back=True)
 LAST = Boundary((), "end", 9)
+NUMBERED = LearnerSection().number_of
 SEND = Send(0, 2, 3, "3" * 32, 5, 50, final=True)
 LEFT_OUT = Carried(NO_WORK, dropped=True, held=False)
 EVERYTHING = [
@@ -181,7 +182,9 @@ async def pair(hands: Hands) -> AsyncIterator[Pair]:
     listener = await listen("127.0.0.1")
     lost: list[BaseException] = []
     link = await connect(1, listener.address, "secret", lost.append)
-    coordinator = Coordinator(loop, await listener.meet(2, "secret"), lost.append)
+    coordinator = Coordinator(
+        loop, await listener.meet(2, "secret", NUMBERED), lost.append, NUMBERED
+    )
     go = messages.Go(incarnation=1, position=0, global_step=0)
     context = make_context()
     shares = GrantedShares(context, link.check, never)
@@ -203,7 +206,7 @@ def test_a_lost_host_is_reported_and_ends_no_process_by_itself(run_async):
         reported = []
         listener = await listen("127.0.0.1")
         link = await connect(1, listener.address, "secret", lambda _: reported.append("link"))
-        (connection,) = (await listener.meet(2, "secret")).values()
+        (connection,) = (await listener.meet(2, "secret", NUMBERED)).values()
         connection.writer.close()
         with pytest.raises(HostLostError, match="host 0 of this learner is gone"):
             await asyncio.to_thread(link.receive, messages.Turn)
@@ -364,7 +367,7 @@ def test_a_stranger_does_not_get_in(run_async):
         listener = await listen("127.0.0.1")
         strangers = [await connect(1, listener.address, "guess", lambda _: None) for _ in range(2)]
         friend = await connect(1, listener.address, "secret", lambda _: None)
-        found = await listener.meet(2, "secret")
+        found = await listener.meet(2, "secret", NUMBERED)
         assert list(found) == [1]
         for link in (*strangers, friend):
             link._ended = True

@@ -510,8 +510,8 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
         "the run's learner.min_slices is 3, and the fleet gives it 2 slices, so that it would",
     ),
     "a silence that a lost packet makes": (
-        slices("silent_s = 0.5"),
-        "learner.silent_s is 0.5, and between slices a report may be 2 s late",
+        slices("silent_s = 1.5"),
+        "learner.silent_s is 1.5, and between slices a report may be 2 s late",
     ),
     "a coordinator of the run's own": (
         slices('coordinator = "auto"'),

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from diloco.common.process.config import LearnerSection, MeshSection, make_config
+from diloco.common.process.config import LearnerSection, MeshSection, load_config, make_config
 from diloco.common.process.nats_server import LOOPBACK, free_port
 from diloco.common.process.tasks import Tasks
 from diloco.common.protocol.errors import ConfigError
@@ -40,6 +40,9 @@ GIVEN = {"slices": 2, "peers": PEERS, "checkpoint_dir": "/checkpoints"}
         ({"host": 4}, "host 4 of 4"),
         ({"coordinator": "10.0.0.0:1"}, "choose the coordinator"),
         ({"checkpoint_dir": None}, "set checkpoint_dir"),
+        ({"checkpoint_keep": 1}, "checkpoint_keep is 1, but hosts finish a checkpoint one after"),
+        ({"silent_s": 0.5}, "silent_s is 0.5, but supervisors report every quarter"),
+        ({"slices": 1}, "peers names the hosts of several slices, but slices is 1"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(wrong, words):
@@ -52,6 +55,31 @@ def test_settings_of_a_training_process_come_from_variables():
     section = LearnerSection.model_validate(given)
     assert section.formation == (0, 1)
     assert section.slice_hosts == 2
+
+
+@pytest.mark.parametrize(("trains", "numbers"), [("1", [2, 3]), ("0,1", [0, 1, 2, 3])])
+def test_ranks_of_the_slices_that_train_are_told_as_the_hosts_of_peers(trains, numbers):
+    given = {"formation": trains, "hosts": len(numbers), "coordinator": "10.0.0.0:1"}
+    section = LearnerSection.model_validate(GIVEN | given)
+    assert [section.number_of(rank) for rank in range(len(numbers))] == numbers
+
+
+def test_a_file_cannot_say_which_slices_train(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[learner]\nformation = [0]\n")
+    with pytest.raises(ConfigError, match="which the supervisor decides"):
+        load_config(path)
+
+
+def test_snapshots_where_no_life_goes_on_with_them_are_refused():
+    document = {
+        "run": {"name": "r", "steps": 1},
+        "store": {"url": "memory"},
+        "sync": {"adopt": "overwrite"},
+        "learner": {"snapshot_steps": 4, "checkpoint_dir": "c"},
+    }
+    with pytest.raises(ConfigError, match="no life goes on with unsent work"):
+        make_config(document, source="test")
 
 
 def test_each_slice_has_the_whole_mesh():

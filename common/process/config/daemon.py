@@ -295,8 +295,18 @@ class LearnerSection(Section):
             raise ValueError(
                 "checkpoint_key encrypts what checkpoint_upload uploads, which is false"
             )
+        if self.checkpoint_keep < 2 and (self.hosts > 1 or self.slices > 1):
+            raise ValueError(
+                "checkpoint_keep is 1, but hosts finish a checkpoint one after the other: of none"
+                " would all have their part; keep 2 or more"
+            )
         if self.slices > 1 and not self.formation:
             self._check_slices()
+        elif self.slices == 1 and self.peers:
+            raise ValueError(
+                "peers names the hosts of several slices, but slices is 1: set slices, or leave"
+                " peers out"
+            )
         elif self.hosts > 1 and self.coordinator is None:
             raise ValueError("a learner of several hosts needs the address of its coordinator")
         elif self.host >= self.hosts:
@@ -332,6 +342,11 @@ class LearnerSection(Section):
             raise ValueError(
                 "the supervisors choose the coordinator of several slices: leave it out"
             )
+        if self.silent_s < 1:
+            raise ValueError(
+                f"silent_s is {self.silent_s:g}, but supervisors report every quarter of a second:"
+                " give 1 or more"
+            )
         if self.checkpoint_dir is None:
             raise ValueError(
                 "slices pass the inner optimizer on by checkpoints: set checkpoint_dir"
@@ -341,6 +356,16 @@ class LearnerSection(Section):
     def slice_hosts(self) -> int:
         """The number of hosts of each slice."""
         return len(self.peers) // self.slices
+
+    def number_of(self, rank: int) -> int:
+        """Returns the number of the host whose training process has this rank.
+
+        Of several slices those that train now have ranks, without gaps.
+        """
+        if not self.formation:
+            return rank
+        place, at = divmod(rank, self.slice_hosts)
+        return self.formation[place] * self.slice_hosts + at
 
     def island(self, learner: str) -> IslandSection:
         """Returns one learner's hardware settings, filled up with those of this section.
@@ -419,6 +444,15 @@ class Config(RunSettings):
     aggregator: AggregatorSection = AggregatorSection()
     gc: GcSection = GcSection()
     metrics: MetricsSection = MetricsSection()
+
+    @model_validator(mode="after")
+    def _carries(self) -> "Config":
+        if self.learner.snapshot_steps and self.sync.adopt != "rebase":
+            raise ValueError(
+                f'learner.snapshot_steps is for sync.adopt = "rebase": with {self.sync.adopt!r}'
+                " no life goes on with unsent work; set it to 0"
+            )
+        return self
 
     def settings(self) -> RunSettings:
         """Returns the sections that define the run."""

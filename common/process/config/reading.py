@@ -56,7 +56,13 @@ def load_config(path: Path | str, *, connects: bool = True) -> Config:
     Raises:
         ConfigError: no such file, not TOML, or a key that is missing, unknown or out of range.
     """
-    document = with_environment(read_document(Path(path)))
+    written = read_document(Path(path))
+    if "formation" in written.get("learner", {}):
+        raise ConfigError(
+            f"{path}: learner.formation says which slices train now, which the supervisor decides",
+            hint="leave it out; `slices` and `peers` describe a learner of several slices",
+        )
+    document = with_environment(written)
     if not connects:
         document = {"store": {"url": "unused"}, **document}
     return make_config(document, source=str(path))
