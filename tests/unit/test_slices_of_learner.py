@@ -78,7 +78,7 @@ def test_snapshots_where_no_life_goes_on_with_them_are_refused():
         "sync": {"adopt": "overwrite"},
         "learner": {"snapshot_steps": 4, "checkpoint_dir": "c"},
     }
-    with pytest.raises(ConfigError, match="no life goes on with unsent work"):
+    with pytest.raises(ConfigError, match="no life resumes unsent work"):
         make_config(document, source="test")
 
 

@@ -450,7 +450,7 @@ class Config(RunSettings):
         if self.learner.snapshot_steps and self.sync.adopt != "rebase":
             raise ValueError(
                 f'learner.snapshot_steps is for sync.adopt = "rebase": with {self.sync.adopt!r}'
-                " no life goes on with unsent work; set it to 0"
+                " no life resumes unsent work; set it to 0"
             )
         return self
 
