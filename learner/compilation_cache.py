@@ -2,7 +2,8 @@
 
 Learners with equal tasks and meshes have equal programs: one process compiles the programs, the
 others wait and load them. JAX's keys depend on the programs and XLA's options, but not on the
-folder's path, since `jax_persistent_cache_enable_xla_caches` is "none".
+folder's path, since `jax_persistent_cache_enable_xla_caches` is "none". Each host of a learner of
+several has a folder of its own, since their disks may be, and keeps all that it compiles.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 import jax
+from jax._src import cache_key, distributed  # JAX has no public names for these.
 
 from diloco.common.process import cores, log
 from diloco.common.process.config import cache_home
@@ -55,6 +57,7 @@ class CompiledPrograms:
                 wait for other processes.
         """
         with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
+            stack.enter_context(_kept_by_every_host())
             warnings.filterwarnings("always", f"{_READING}|{_WRITING}")
             if self.folder is not None and what is not None:
                 name = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
@@ -71,6 +74,23 @@ class CompiledPrograms:
             self._drop([words.split("'")[1] for words in troubles if words.startswith(_READING)])
             self.logger.warning("cache_unusable", error=troubles[0], advice=ADVICE)
 
+    @contextlib.contextmanager
+    def rehearsing(self, what: str) -> Iterator[bool]:
+        """A block that compiles programs for later; yields whether it was passed before.
+
+        Args:
+            what: a key that is equal for equal programs.
+        """
+        name = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
+        mark = None if self.folder is None else self.folder / f"{name}.rehearsed"
+        if mark is None or mark.exists():
+            yield True
+            return
+        self.logger.info("rehearsing")
+        yield False
+        with contextlib.suppress(OSError):
+            mark.write_bytes(b"")
+
     def _drop(self, damaged: Iterable[str]) -> None:
         """Deletes the files of damaged programs by name, since JAX replaces no existing file."""
         if self.folder is None:
@@ -80,19 +100,49 @@ class CompiledPrograms:
                 path.unlink(missing_ok=True)
 
 
-def keep_programs(given: str | None, logger: log.Logger) -> CompiledPrograms:
+@contextlib.contextmanager
+def _kept_by_every_host() -> Iterator[None]:
+    """A block in which JAX caches what this process compiles, under the same keys on all hosts.
+
+    JAX lets process 0 alone write, for the sake of disks that hosts share; here each has a folder.
+    For CPUs its keys depend on the process's number, which changes when a slice is lost.
+    """
+    jax.devices()  # Connects the processes, by their numbers.
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_changed(distributed.global_state, "process_id", 0))
+        by_kind = getattr(cache_key, "_hash_devices", None)
+        if jax.default_backend() == "cpu" and by_kind is not None:
+            stack.enter_context(_changed(cache_key, "_hash_accelerator_config", by_kind))
+        yield
+
+
+@contextlib.contextmanager
+def _changed(of: object, name: str, value: object) -> Iterator[None]:
+    """A block in which an attribute has another value."""
+    before = getattr(of, name)
+    setattr(of, name, value)
+    try:
+        yield
+    finally:
+        setattr(of, name, before)
+
+
+def keep_programs(
+    given: str | None, logger: log.Logger, host: int | None = None
+) -> CompiledPrograms:
     """Configures JAX to cache compiled programs on disk; call it before anything is compiled.
 
     Args:
         given: a folder; None: the folder of JAX's own settings if there is one, otherwise
             `diloco` in the user's cache folder.
         logger: logs a warning if the folder cannot be used; then nothing is cached.
+        host: the number of this host of a learner of several; None: it has one.
     """
     if given is None and getattr(jax.config, "jax_compilation_cache_dir", None):
         return CompiledPrograms(None, logger)
     try:
         root = cache_home() / "diloco" if given is None else Path(given)
-        folder = root / _machine()
+        folder = root / (_machine() if host is None else f"{_machine()}-host-{host}")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         (folder / ".writable").write_bytes(b"")
         _bound(root)

@@ -53,7 +53,7 @@ def serve(config: Config, learner: str) -> None:
                 member_of(config, learner, like, island.hint, tokens, None),
                 load_frozen=partial(loaded_frozen, task),
                 compiling=compiling,
-                warm_up=lambda _copies: program.compile(),
+                warm_up=lambda _copies: _compile(program, config, learner, programs),
                 flops_per_token=task.flops_per_token,
             )
             try:
@@ -84,6 +84,28 @@ def _programs_key(config: Config, learner: str) -> str | None:
     return f"{config.settings()!r} {config.learner.island(learner)!r} {config.learner.cpu_devices}"
 
 
+def _compile(
+    program: TaskProgram, config: Config, learner: str, programs: CompiledPrograms
+) -> None:
+    """Compiles the inner step; with all slices of a learner of several, also that of one fewer.
+
+    The step of fewer slices is only kept: when a slice is lost, no host has to compile it.
+    """
+    program.compile()
+    section = config.learner
+    fewer = section.formation[:-1]
+    if len(section.formation) < section.slices or len(fewer) < section.min_slices or not fewer:
+        return
+    changed = section.model_copy(update={"formation": fewer})
+    smaller = config.model_copy(update={"learner": changed})
+    hosts = len(fewer) * section.slice_hosts
+    devices = [device for device in jax.devices() if device.process_index < hosts]
+    what = f"{config.settings()!r} {section.island(learner)!r} {section.cpu_devices}"
+    with programs.rehearsing(f"{what} {len(fewer)} {section.keep_batch}") as kept:
+        if not kept:
+            TaskProgram(Island(smaller, learner, devices)).compile()
+
+
 def _configure(config: Config, learner: str) -> CompiledPrograms:
     """Configures JAX before it searches for devices; returns the cache of compiled programs.
 
@@ -96,7 +118,6 @@ def _configure(config: Config, learner: str) -> CompiledPrograms:
     """
     section = config.learner
     logger = log.get(run=config.run.name, learner=learner)
-    programs = keep_programs(section.compilation_cache_dir, logger)
     if section.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", section.cpu_devices)
@@ -108,7 +129,7 @@ def _configure(config: Config, learner: str) -> CompiledPrograms:
             hint="add --coordinator auto; of several learners each is a step: srun --ntasks=1",
         )
     if section.coordinator is None:
-        return programs
+        return keep_programs(section.compilation_cache_dir, logger)
     # JAX's service would catch SIGTERM, by which a learner is asked to leave.
     jax.config.update("jax_enable_preemption_service", False)
     # Else JAX takes one device for each task of a Slurm node, though the task is alone there.
@@ -134,7 +155,8 @@ def _configure(config: Config, learner: str) -> CompiledPrograms:
             hint="start all of them; learner.coordinator is host 0's address, as others see it: "
             "runbooks/lost-host.md",
         ) from error
-    return programs
+    host = section.number_of(jax.process_index())
+    return keep_programs(section.compilation_cache_dir, logger, host)
 
 
 @contextlib.contextmanager

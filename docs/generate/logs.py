@@ -31,6 +31,7 @@ MEANINGS = {
     "training_ended": "a training process has failed; its own lines say why",
     "training_silent": "a training process hangs and is killed",
     "cache_unusable": "compiled programs cannot be kept or read: they are compiled again",
+    "rehearsing": "a learner of several slices compiles the step of one slice fewer, for its loss",
     "compiled": "the merge is compiled, at the first start on a machine",
     "started fragments": "an aggregator: the number of fragments, or those that it is pinned to",
     "started every_s": "`diloco evaluate --follow` scores from now on",

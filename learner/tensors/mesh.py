@@ -425,6 +425,8 @@ class BatchPlacer:
             return 0, 0
         indices = self._rows.addressable_devices_indices_map((self._count,)).values()
         spans = [index[0].indices(self._count) for index in indices if index is not None]
+        if not spans:  # None of the mesh's devices is this host's: it only compiles.
+            return 0, 0
         return min(span[0] for span in spans), max(span[1] for span in spans)
 
     def sharded(self, batch: Any) -> Any:

@@ -98,6 +98,11 @@ def until_merged_by(world, count):
     )
 
 
+def steps_compiled(world, host) -> set[str]:
+    """The inner steps in a host's own folder of compiled programs."""
+    return {path.name for path in world.folder.glob(f"programs/*-host-{host}/jit_inner_step-*")}
+
+
 def end(world):
     world.stop()
     for process in world.processes:
@@ -118,8 +123,10 @@ def test_a_learner_goes_on_without_a_slice_and_takes_it_back(new_world, tmp_path
 
 
 def goes_on_and_takes_back(world, said):
-    hosts = start(world, slices=2)
+    hosts = start(world, slices=2, compilation_cache_dir="programs")
     until_merged_by(world, 2)
+    compiled = steps_compiled(world, host=1)
+    assert compiled
     # What libtpu joins slices by.
     joined = [training(host)[0].environ() for host in hosts]
     assert [one["MEGASCALE_SLICE_ID"] for one in joined] == ["0", "1"]
@@ -132,9 +139,12 @@ def goes_on_and_takes_back(world, said):
     world.until(lambda: not lost.is_running(), "its training process is gone too")
     until_merged_by(world, 1)
     assert "MEGASCALE_NUM_SLICES" not in training(hosts[1])[0].environ()
+    # It had compiled the step of one slice before, and has kept what it compiled as rank 1.
+    assert steps_compiled(world, host=1) == compiled
     hosts[0] = again(world, hosts[0])
     until_merged_by(world, 2)
     assert hosts[0].log().count("parts_copied") == 1
+    assert steps_compiled(world, host=1) == compiled
 
     # A training process is killed, another one hangs.
     (killed,) = training(hosts[1])
