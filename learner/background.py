@@ -198,6 +198,7 @@ class Context(RunContext):
 
     Attributes:
         learner: the learner's name.
+        holds: the modules that it holds; empty: all.
         traffic: counts of bytes and updates.
         record_watch: detects that no record comes.
         metrics: the learner's Prometheus metrics.
@@ -205,6 +206,7 @@ class Context(RunContext):
     """
 
     learner: str
+    holds: tuple[str, ...] = ()
     traffic: TrafficCounts = dataclasses.field(default_factory=TrafficCounts)
     record_watch: RecordWatch = dataclasses.field(default_factory=RecordWatch)
     metrics: Metrics = dataclasses.field(default_factory=Metrics)

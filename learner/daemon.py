@@ -48,9 +48,9 @@ def serve(config: Config, learner: str) -> None:
             if config.bus.wait_for_run_s:
                 with compiling():
                     program.compile()
-            like, tokens = island.sharded_params(), task.tokens_per_batch
             member = replace(
-                member_of(config, learner, like, island.hint, tokens, None),
+                member_of(config, learner, island.whole, island.hint, task.tokens_per_batch, None),
+                holds=island.holds,
                 load_frozen=partial(loaded_frozen, task),
                 compiling=compiling,
                 warm_up=lambda _copies: _compile(program, config, learner, programs),

@@ -150,6 +150,7 @@ class DryRun:
         devices: the number of devices of all hosts together.
         hosts: the number of hosts.
         mesh: the size of each axis of the mesh, by its name.
+        holds: the modules that the learner holds; empty: all. Only these are counted.
         parameters: the number of synchronized parameters.
         active_parameters: the number of parameters that one token uses; None: all.
         frozen_parameters: the number of parameters that are not trained.
@@ -169,6 +170,7 @@ class DryRun:
     devices: int
     hosts: int
     mesh: dict[str, int]
+    holds: tuple[str, ...]
     parameters: int
     active_parameters: int | None
     frozen_parameters: int
@@ -223,7 +225,8 @@ def dry_run(
             devices=count,
             hosts=hosts,
             mesh=dict(island.mesh.shape),
-            parameters=sum(each.elements for each in island.layout.fragments),
+            holds=island.holds,
+            parameters=sum(each.elements for each in island.fragments),
             active_parameters=island.task.active_parameters,
             frozen_parameters=_frozen(island),
             step_exchanged=received_by_kind(exchanges(step.as_text() or "")),
@@ -407,9 +410,9 @@ class FragmentShapes:
 
 
 def fragment_shapes(island: Island) -> list[FragmentShapes]:
-    """Returns the shapes of all fragments; call it within the island's context."""
+    """Returns the shapes of all held fragments; call it within the island's context."""
     leaves = tree.by_name(island.sharded_params())
-    return [FragmentShapes(island, each, leaves) for each in island.layout.fragments]
+    return [FragmentShapes(island, each, leaves) for each in island.fragments]
 
 
 def measured(fragments: Sequence[FragmentShapes]) -> tuple[FragmentFigures, ...]:

@@ -74,7 +74,7 @@ def _following_life(
     host: Host, context: Context, link: HostLink, constants_object: str | None
 ) -> Life:
     background = host.background
-    replica = make_replica(host, context, _told_views(context, link))
+    replica = make_replica(host, context, _told_views(host, context, link))
     held = read_frozen(host, context, constants_object)
     compile_programs(host, replica, held)
     folder = own_folder(host, context)
@@ -136,9 +136,9 @@ def _go_on(
         replica.carry(here[told.snapshot].values(), told.found)
 
 
-def _told_views(context: Context, link: HostLink) -> Iterator[np.ndarray]:
-    """Yields each fragment's view, in order, from the objects that host 0 names; float32 [N]."""
-    for _ in context.layout.fragments:
+def _told_views(host: Host, context: Context, link: HostLink) -> Iterator[np.ndarray]:
+    """Yields each held fragment's view, in order, from objects that host 0 names; float32 [N]."""
+    for _ in context.layout.held(host.member.holds):
         change = link.receive(messages.Load).change
         assert change.snapshot is not None
         view, read_bytes = assemble_view(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from diloco.common.process.config import Config, LearnerSection
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.layout import Layout
-from diloco.learner.load_and_check_task import run_task
+from diloco.learner.load_and_check_task import held_by, run_task
 from diloco.learner.task import Batch, Holder, Params, Task, hint_of
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import InnerStep, key_of, make_inner_step
@@ -42,10 +42,12 @@ class Island:
     Attributes:
         learner: the learner's name.
         settings: the run's settings.
-        task: the run's task with this learner's options.
+        task: the run's task with this learner's options, of the modules that the learner holds.
         layout: the run's layout, which divides the tensors into fragments.
+        holds: the modules that the learner holds; empty: all. `fragments` are their fragments.
         mesh: the mesh of the devices.
-        shapes: the tree of the parameters' shapes.
+        whole: the tree of the shapes, with shardings, of all leaves, also of other modules.
+        shapes: the tree of the shapes of the leaves that are held.
         hint: (tensor's name, shape) -> `TensorHint`, which says how the tensor is merged.
         division: says which leaves of `shapes` are trained, synchronized or local.
         shardings: shardings of the parameters on the mesh, a tree like `shapes`.
@@ -61,22 +63,32 @@ class Island:
         hardware = config.learner.island(learner)
         self.learner = learner
         self.settings = settings
-        task = run_task(settings, hardware.options)
-        batch = next(task.batches(learner, 0))
+        whole = run_task(settings, hardware.options)
+        batch = next(whole.batches(learner, 0))
         assert hardware.mesh is not None
         present = len(config.learner.formation) or config.learner.slices
         self.mesh = make_mesh(hardware.mesh, devices, present)
+        self.layout: Layout = tree.task_layout(whole, settings.sync)
+        self.hint = hint_of(whole, whole.shapes)
+        task, self.holds = held_by(whole, learner, self.layout)
+        if self.holds and (jax.process_count() > 1 or config.learner.formation):
+            raise ConfigError(
+                f"{learner!r} has several hosts, and holds {len(self.holds)} of "
+                f"{len(self.layout.modules)} modules",
+                hint="let Task.holds give a learner of several hosts, or with slices, all modules",
+            )
+        self.fragments = self.layout.held(self.holds)
         self.task: Task = task_of_slices(task, batch, config.learner, self.mesh)
-        self.layout: Layout = tree.task_layout(self.task, settings.sync)
         self.shapes = self.task.shapes
-        self.hint = hint_of(self.task, self.shapes)
         self.division = tree.division_of(self.task, self.shapes)
         if self.division.private and config.learner.checkpoint_dir is None:
             raise ConfigError(
                 "the task has private leaves, which are nowhere but in this learner's checkpoints",
                 hint="set learner.checkpoint_dir; and checkpoint_upload, to outlive this machine",
             )
-        self.shardings: Params = param_shardings(self.task, self.layout, self.shapes, self.mesh)
+        lies = param_shardings(whole, self.layout, whole.shapes, self.mesh)
+        self.whole: Params = jax.tree.map(_with_sharding, whole.shapes, lies)
+        self.shardings: Params = tree.from_names(self.shapes, tree.by_name(lies))
         trained = self.division.trained_of(self.shapes)
         self.state = jax.eval_shape(self.task.optimizer.init, trained)
         self.state_shardings = state_shardings(
@@ -104,7 +116,7 @@ class Island:
         """Returns the learner's tensors, with the values of `views`.
 
         Args:
-            views: the newest view of each fragment, in their order: float32 [fragment's size].
+            views: the newest view of each held fragment, in order: float32 [fragment's size].
         """
         synced, _ = tree.split(self.shapes, self.division.synced)
         shardings, _ = tree.split(self.shardings, self.division.synced)

@@ -222,7 +222,9 @@ def _leading_life(
     meter.full_tokens_per_s = host.member.full_tokens_per_s()
     slices = slices_of(host.config.learner)
     show_slices(context.metrics, slices)
-    life = host.starting(join(context, socket.gethostname(), platform_of(), slices))
+    life = host.starting(
+        join(context, socket.gethostname(), platform_of(), slices, host.member.holds)
+    )
     publisher = _publish_and_adopt(host, context, replica, meter, starts, peers, life)
     # Not before the join: an update of an earlier life that is still in flight is merged if it is
     # stored before the join, and rejected if after.
@@ -327,7 +329,7 @@ def _publish_and_adopt(
     context: Context,
     tensors: Replica,
     meter: Meter,
-    starts: tuple[Start, ...],
+    starts: tuple[Start | None, ...],
     peers: NoOtherHosts,
     life: Membership,
 ) -> Publisher:
@@ -353,20 +355,21 @@ def _publish_and_adopt(
 
 def _load_views(
     host: Host, context: Context, peers: NoOtherHosts
-) -> tuple[Replica, tuple[Start, ...]]:
-    """Loads the newest view of every fragment.
+) -> tuple[Replica, tuple[Start | None, ...]]:
+    """Loads the newest view of every fragment that the learner holds.
 
     Returns:
-        The learner's tensors with these views, and each fragment's version as a `Start`.
+        The learner's tensors with these views, and each fragment's version as a `Start`; None for a
+        fragment that it does not hold.
     """
-    starts: list[Start] = []
+    starts: list[Start | None] = [None] * len(context.layout.fragments)
 
     def views() -> Iterator[np.ndarray]:
-        count = len(context.layout.fragments)
-        for fragment in range(count):
-            host.probes.health.begin_phase(f"loading fragment {fragment + 1} of {count}")
-            loaded = host.starting(load(context, fragment))
-            starts.append(start_at(loaded))
+        held = context.layout.held(host.member.holds)
+        for place, fragment in enumerate(held, start=1):
+            host.probes.health.begin_phase(f"loading fragment {place} of {len(held)}")
+            loaded = host.starting(load(context, fragment.index))
+            starts[fragment.index] = start_at(loaded)
             peers.say(messages.Load(change=whole(loaded)))
             yield loaded.view
 
@@ -392,7 +395,7 @@ class _Begun(NamedTuple):
 
     place: ResumePosition
     rules: SyncRules
-    starts: tuple[Start, ...]
+    starts: tuple[Start | None, ...]
 
 
 def _go_on(

@@ -118,7 +118,8 @@ class Learner:
                 checkpoint.
 
         Returns:
-            The state, each leaf on the devices of the leaf of `state`.
+            The state, each leaf on the devices of the leaf of `state`. If this learner held other
+            modules when the checkpoint was made, leaves that it lacks are those of `state`.
 
         Raises:
             DilocoError: training has begun already.
@@ -139,7 +140,7 @@ class Learner:
             return state
         meter.local_step, meter.earlier_tokens = found.local_step, found.tokens
         self._saves = True
-        return jax.tree.map(put_like, found.state, leaves)
+        return jax.tree.map(_restored, found.state, leaves)
 
     def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yields `batches`, and counts the time for which the loop waits for each batch.
@@ -338,6 +339,10 @@ class Learner:
         if self._loss is None:
             return None
         return loss_of(self._loss)
+
+
+def _restored(value: Any, given: Any) -> Any:
+    return given if isinstance(value, jax.ShapeDtypeStruct) else put_like(value, given)
 
 
 def _shapes(params: Params) -> dict[str, str]:

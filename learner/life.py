@@ -139,6 +139,7 @@ class Host:
             f"slices {section.slices}, min_slices {section.min_slices}, "
             f"peers {len(section.peers)}, keep_batch {section.keep_batch}, "
             f"snapshot_steps {section.snapshot_steps}, {self.member.tokens_per_step} tokens a step"
+            f", modules {' '.join(self.member.holds) or 'all'}"
         )
 
     def open_store(self) -> ObjectStore:
@@ -188,6 +189,7 @@ class Host:
             runtime=self.runtime,
             logger=logger if jax.process_count() == 1 else logger.bind(host=own),
             learner=learner,
+            holds=self.member.holds,
             metrics=self.probes.metrics,
             health=self.probes.health,
         )
@@ -425,7 +427,7 @@ def make_replica(host: Host, context: Context, views: Any) -> Replica:
     Args:
         host: this host.
         context: the life's context.
-        views: the newest view of each fragment, in their order: float32 [fragment's size].
+        views: the newest view of each held fragment, in their order: float32 [fragment's size].
     """
     member = host.member
     return Replica(
@@ -487,5 +489,6 @@ def show_series(counted: Metrics, learner: Synchronizer, state: sync.State) -> N
         counted.set(metrics.STATE, name == meter.state, name)
     unsent = sync.unsent(state)
     for index, fragment in enumerate(state.fragments):
-        counted.set(metrics.ADOPTED, fragment.version, index)
-        counted.set(metrics.UNSENT, unsent.get(index, 0), index)
+        if fragment.held:
+            counted.set(metrics.ADOPTED, fragment.version, index)
+            counted.set(metrics.UNSENT, unsent.get(index, 0), index)

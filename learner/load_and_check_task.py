@@ -14,7 +14,7 @@ import numpy as np
 
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol.errors import TaskError
-from diloco.common.protocol.layout import TensorHint
+from diloco.common.protocol.layout import Layout, TensorHint
 from diloco.learner.task import (
     PROBE,
     Batch,
@@ -32,6 +32,7 @@ from diloco.learner.task import (
     signature,
     tree_words,
 )
+from diloco.learner.tensors import tree
 from diloco.learner.tensors.tree import named_leaves
 
 # The largest number of metrics that `Task.loss` may return, and the pattern of their names.
@@ -136,6 +137,36 @@ def refusals(task: Task, *, steps: int) -> Iterator[TaskError]:
     if {"shapes", "batch"} <= found.keys():
         yield from tried("loss", lambda: _check_loss(task, found["shapes"], found["batch"]))
     yield from tried("schedule", lambda: _check_schedule(task, steps))
+
+
+def held_by(task: Task, learner: str, layout: Layout) -> tuple[Task, tuple[str, ...]]:
+    """Returns the part of a task that a learner holds, and the modules; draws a batch.
+
+    Args:
+        task: the task of the whole model.
+        learner: the learner's name.
+        layout: the task's layout.
+
+    Returns:
+        `tree.held_task` and `tree.held_modules`.
+
+    Raises:
+        TaskError: `Task.holds` returns something else than modules of the task, or the loss cannot
+            be computed with these modules alone.
+    """
+    holds = tree.held_modules(task, learner, layout)
+    if not holds:
+        return task, ()
+    part = tree.held_task(task, layout, holds)
+    try:
+        _check_loss(part, part.shapes, next(task.batches(learner, 0)))
+    except TaskError as error:
+        raise TaskError(
+            f"{learner!r} holds the modules {', '.join(holds)}, and all other leaves are None: "
+            f"{error.message}",
+            hint="let Task.loss compute with what a learner holds, or Task.holds give it more",
+        ) from error
+    return part, holds
 
 
 def function_of(build: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from diloco.common.protocol.errors import RunMismatchError
-from diloco.common.protocol.layout import Hint, Layout, Tensor, make_layout
+from diloco.common.protocol.layout import Hint, Layout, Tensor, default_hint, make_layout
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.placement import Shardings, shardings_of
@@ -25,9 +25,11 @@ class Member:
 
     Attributes:
         learner: the learner's name.
-        like: the tree of the loop's parameters, with a shape and dtype for each array.
+        like: the tree of the run's parameters, with a shape and dtype for each array; also of
+            modules that this learner does not hold.
         shardings: the loop's sharding of each of these arrays, by the tensor's name; None for an
             array in the host's memory.
+        holds: the modules that this learner holds; empty: all.
         anchor: memory that holds the adopted views: "device" or "host" (`sync.anchor`).
         tokens_per_step: tokens of one inner step, of all hosts together.
         hint: (tensor's name, shape) -> `TensorHint`, as in `Task`. From it follows the layout: the
@@ -46,6 +48,7 @@ class Member:
     anchor: str
     tokens_per_step: int
     hint: Hint | None = None
+    holds: tuple[str, ...] = ()
     warm_up: Callable[[Callable[[], Params]], object] | None = None
     compiling: Callable[[], AbstractContextManager[None]] = nullcontext
     load_frozen: Callable[[], Mapping[str, Any]] | None = None
@@ -72,16 +75,21 @@ class Member:
         return full_tokens_per_s(devices, self.flops_per_token)
 
     def synced(self, layout: Layout) -> Params:
-        """Returns `like` with None in place of each leaf that `layout` does not synchronize."""
-        return tree.split(self.like, tree.synced_marks(self.like, layout))[0]
+        """Returns the leaves of `like` that are held and synchronized, and None for others."""
+        return self._held(layout, synced=True)
 
     def shardings_of(self, layout: Layout) -> Shardings:
-        """Returns, by name, the shardings of the leaves that `layout` synchronizes."""
-        return {tensor.name: self.shardings[tensor.name] for tensor in layout.tensors}
+        """Returns, by name, the shardings of the leaves of `synced`."""
+        return {name: self.shardings[name] for name in tree.by_name(self.synced(layout))}
 
     def frozen_shapes(self, layout: Layout) -> Params:
-        """Returns `like` with None in place of each leaf that `layout` synchronizes."""
-        return tree.split(self.like, tree.synced_marks(self.like, layout))[1]
+        """Returns the leaves of `like` that are held and not synchronized, and None for others."""
+        return self._held(layout, synced=False)
+
+    def _held(self, layout: Layout, *, synced: bool) -> Params:
+        held = tree.held_names(layout, self.hint or default_hint, self.holds)
+        names = {tensor.name for tensor in (layout.tensors if synced else layout.constants)}
+        return tree.split(self.like, tree.marks(self.like, held & names))[0]
 
     def layout(self, fragments: int, block: int) -> Layout | None:
         """Returns the layout that the member's `hint` gives; None if the member has no hint.

@@ -15,17 +15,18 @@ Rules, checked by `load_and_check_task.load_task` before anything is allocated:
      same batches: a learner that restarts resumes by position alone.
   4. `optimizer` is an ordinary optimizer of optax. If the task has a `schedule`, which gives the
      learning rate, `optimizer` gives a direction without a learning rate.
-  5. `rows`, `partition`, `sample` and `load_frozen` may be left out. With `rows`, each host of a
-     learner reads only its part of a batch; with `partition`, the task says how tensors are cut
-     over devices; with `sample`, `diloco sample` prints text of the model; with `load_frozen`,
-     each learner reads frozen leaves itself.
+  5. `rows`, `partition`, `sample`, `load_frozen` and `holds` may be left out. With `rows`, each
+     host of a learner reads only its part of a batch; with `partition`, the task says how tensors
+     are cut over devices; with `sample`, `diloco sample` prints text of the model; with
+     `load_frozen`, each learner reads frozen leaves itself; with `holds`, learners have parts of
+     the model.
 """
 
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, Protocol, runtime_checkable
 
@@ -60,6 +61,7 @@ _OPTIONAL = {
     "weigh": "leave it out, and parts of a batch are alike",
     "load_frozen": "leave it out, and frozen leaves are stored with the run",
     "every_row": "leave it out, and `diloco check` reads the first batches only",
+    "holds": "leave it out, and each learner holds the whole model",
 }
 PROBE = "probe"  # the learner's name in checks
 COMPUTE_DTYPES = (None, "bfloat16")
@@ -221,6 +223,9 @@ class Task:
             all.
         every_row: () -> all rows of the data, as sequences; indexing a row that no step could use
             raises a TaskError. `diloco check` reads all of them. None: it reads the first batches.
+        holds: learner's name -> the modules (`TensorHint.module`) that this learner holds. `loss`
+            then gets None in place of each leaf of another module; `evaluate` gets all. None: each
+            learner holds the whole model.
         files: reads parameters from folders (`run create --from`) and writes them
             (`diloco export --format hf`) in a format that other programs use.
 
@@ -248,6 +253,7 @@ class Task:
     flops_per_token: float | None = None
     active_parameters: int | None = None
     every_row: Callable[[], Sequence[Sequence[Any]]] | None = None
+    holds: Callable[[str], Collection[str]] | None = None
 
     def __post_init__(self) -> None:
         for name in _CALLABLES:

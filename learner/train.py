@@ -164,18 +164,17 @@ def _restored(island: Island, learner: Learner) -> tuple[Params, Any, bool]:
 
     The learner's own leaves, which are local state or private, come from the checkpoint too.
     """
-    like = island.sharded_state()
-    keeps = any(island.division.own)
-    if not keeps:
-        state = learner.restore(like)
-        fresh = state is like
-        return learner.params, island.init_state(learner.params) if fresh else state, not fresh
+    like, keeps = island.sharded_state(), any(island.division.own)
     # They are nowhere but in this learner's checkpoints.
     own, others = tree.split(learner.params, island.division.own)
-    saved = learner.restore((like, own))
-    if saved[0] is like:
-        return learner.params, island.init_state(learner.params), False
-    return tree.join(saved[1], others), saved[0], True
+    saved = learner.restore((like, own) if keeps else like)
+    state, own = saved if keeps else (saved, own)
+    params = tree.join(own, others)
+    # Of a life that held other modules, moments would be of other ages than the count of steps.
+    partial = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
+    if state is like or partial:
+        return params, island.init_state(params), False
+    return params, state, True
 
 
 def _saved(island: Island, params: Params, state: Any) -> Any:

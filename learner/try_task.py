@@ -17,7 +17,7 @@ from diloco.common.protocol.errors import DilocoError, TaskError
 from diloco.common.protocol.layout import Layout
 from diloco.learner.dry_run import device_bytes
 from diloco.learner.island import task_of_slices
-from diloco.learner.load_and_check_task import batches_ended, build_task, refusals
+from diloco.learner.load_and_check_task import batches_ended, build_task, held_by, refusals
 from diloco.learner.task import Params, Task, scores
 from diloco.learner.tensors import tree
 from diloco.learner.tensors.inner_step import StepOutcome, make_inner_step
@@ -90,14 +90,17 @@ def tried(config: Config, learner: str, steps: int, hear: Callable[[int, int], N
     try:
         _read_rows(trial, task, hear)
         layout = tree.task_layout(task, settings.sync)
-        _describe(trial, task, layout)
+        part, holds = held_by(task, learner, layout)
+        _describe(trial, part, layout, holds)
         _check_mesh(task, layout, hardware.mesh, learner, config.learner)
         _read_first_parameters(trial, task)
     except DilocoError as error:
         trial.refuse(error)
     if trial.refused:
         return trial
-    if (needed := _step_bytes(task)) > (free := _free_bytes()):
+    # Held-out data is scored with the whole model, which learners need not hold.
+    needed = max(_step_bytes(part), device_bytes(task.shapes))
+    if needed > (free := _free_bytes()):
         trial.untried = (
             f"parameters, gradients and the optimizer's state take {needed / 1e9:.1f} GB, and this"
             f" machine has {free / 1e9:.1f} GB free, so that no step was taken; diloco learner"
@@ -105,7 +108,7 @@ def tried(config: Config, learner: str, steps: int, hear: Callable[[int, int], N
             " one without allocating them"
         )
     else:
-        _train(trial, task, learner, settings.run.seed, steps)
+        _train(trial, task, part, learner, settings.run.seed, steps)
     return trial
 
 
@@ -193,12 +196,15 @@ def _free_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
 
 
-def _describe(trial: Trial, task: Task, layout: Layout) -> None:
-    synced = sum(tensor.size for tensor in layout.tensors)
-    held = sum(tensor.size for tensor in layout.constants)
-    averaged = sum(one.elements for one in layout.fragments if one.averaged)
+def _describe(trial: Trial, task: Task, layout: Layout, holds: tuple[str, ...]) -> None:
+    fragments, shapes = layout.held(holds), tree.by_name(task.shapes)
+    synced = sum(one.elements for one in fragments)
+    held = sum(tensor.size for tensor in layout.constants if tensor.name in shapes)
+    averaged = sum(one.elements for one in fragments if one.averaged)
+    if holds:
+        trial.facts.append(("holds", f"{', '.join(holds)}, and counts these alone"))
     trial.facts += [
-        ("trained", f"{synced - averaged:,} parameters in {len(layout.fragments)} fragments"),
+        ("trained", f"{synced - averaged:,} parameters in {len(fragments)} fragments"),
         ("averaged state", f"{averaged:,} numbers"),
         ("frozen, private, or local state", f"{held:,} numbers, never sent"),
         ("tokens per step", f"{task.tokens_per_batch:,}"),
@@ -207,11 +213,14 @@ def _describe(trial: Trial, task: Task, layout: Layout) -> None:
         trial.facts.append(("passed by a token", f"{task.active_parameters:,} parameters"))
 
 
-def _train(trial: Trial, task: Task, learner: str, seed: int, steps: int) -> None:
-    """Takes a few steps, evaluates on held-out data, and adds all findings to `trial`."""
+def _train(trial: Trial, task: Task, part: Task, learner: str, seed: int, steps: int) -> None:
+    """Takes a few steps, evaluates on held-out data, and adds all findings to `trial`.
+
+    `part` is the task of the modules that the learner holds.
+    """
     try:
-        outcomes = list(_steps(trial, task, _first_parameters(task, seed), learner, steps))
-        _judge(trial, task, outcomes)
+        outcomes = list(_steps(trial, part, _first_parameters(part, seed), learner, steps))
+        _judge(trial, part, outcomes)
         _compare_learners(trial, task, learner)
         # The steps donated the first parameters.
         said = scores(task.evaluate(_first_parameters(task, seed)))

@@ -13,7 +13,7 @@ Balanced tensor fragmentation: Decoupled DiLoCo (arXiv 2604.21428), App. C.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -181,6 +181,10 @@ class Layout:
     def modules(self) -> tuple[str, ...]:
         """The modules of the fragments, each once, in order of their first fragments."""
         return tuple(dict.fromkeys(fragment.module for fragment in self.fragments))
+
+    def held(self, holds: Collection[str]) -> tuple[Fragment, ...]:
+        """Returns the fragments of the modules `holds`, in order; all fragments if it is empty."""
+        return tuple(one for one in self.fragments if not holds or one.module in holds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
         yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
     if run.state in ("under way", "waiting for learners") and not copied:
         yield from _nobody(run.learners)
+        yield from _unheld(run)
     yield from run.stored
     yield from _taken_up(run, patience_s(settings))
     # Only changed settings: doctor reports those with which the run was created.
@@ -374,6 +375,24 @@ def _nobody(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
         advice="start them again; if they all stop at once, look at what they share",
         runbook=NO_LEARNERS,
     )
+
+
+def _unheld(run: RunStatus) -> Iterator[Finding]:
+    """Yields a finding for each module that no learner holds, although learners are there."""
+    there = [one for one in run.learners if not (one.left or one.silent or one.failed)]
+    held = [one.holds for one in there]
+    for module in dict.fromkeys(one.module for one in run.fragments if one.module and there):
+        # Who holds what is not known of a learner whose join was not read.
+        if any(not modules or module in modules for modules in held):
+            continue
+        yield Finding(
+            severity="warning",
+            about=f"module {module}",
+            sentence="no learner that is there holds it: it is stalled, and the run does not end "
+            "by steps or tokens",
+            advice="start a learner that holds it, or end the run: diloco run end RUN",
+            runbook=NO_LEARNERS,
+        )
 
 
 # The run

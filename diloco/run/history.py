@@ -410,7 +410,8 @@ def act_of(body: wire.Body, at_s: float) -> Event | None:
         case wire.Join() as join:
             some = join.slices
             slices = f" with {some.present} of {some.given} slices" if some is not None else ""
-            return Event(at_s, f"{join.learner} joined{slices}", "")
+            holds = f", and holds {', '.join(join.holds)}" if join.holds else ""
+            return Event(at_s, f"{join.learner} joined{slices}{holds}", "")
         case wire.Leave(fragments=()) as leave:
             return Event(at_s, f"{leave.learner} left", "")
         case wire.End():

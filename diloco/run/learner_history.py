@@ -112,6 +112,7 @@ class LearnerHistory:
         views: (version, time) of each check in which its view differed from the run's.
         slices: from its newest join: its slices; `fewer_from_s`: since when its lives have had
             fewer than it has; 0: it has all.
+        holds: from its newest join: the modules that it holds; empty: all; None: not read.
         twins_s: times at which an earlier life left although a newer one had joined.
         uploads_s: seconds that each of its last updates took to be stored.
         lives: number of its joins.
@@ -141,6 +142,7 @@ class LearnerHistory:
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
     views: list[tuple[int, float]] = field(default_factory=list)
     slices: wire.LearnerSlices | None = None
+    holds: tuple[str, ...] | None = None
     fewer_from_s: float = 0.0
     twins_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     uploads_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -177,7 +179,7 @@ class LearnerHistory:
         if self.joined > self.left and not lost:
             self.sudden_s.append(at_s)
         self.lives, self.joined, self.host = self.lives + 1, seq, join.host
-        self.release = join.release, join.lock, join.platform
+        self.release, self.holds = (join.release, join.lock, join.platform), join.holds
         self.sent_at_s = max(self.sent_at_s, at_s)
         if join.before:
             self.errors.append(join.before)

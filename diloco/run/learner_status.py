@@ -122,6 +122,7 @@ def learner_status(
         sent_s=moment.until_s - sent_at_s if sent_at_s else None,
         missed=min((one.missed for one in current), default=0),
         slices=_slices(known, moment.until_s, left=left, trains=not (silent or left or failed)),
+        holds=known.holds,
     )
 
 

@@ -85,6 +85,7 @@ class Observed:
         epoch: the tape's epoch.
         settings: the settings with which the run was created.
         copied: whether the tape is a copy in a file; the run itself may have gone on.
+        modules: the module of each fragment (`TensorHint.module`); empty: not known.
 
     Attributes:
         settings: the current settings.
@@ -102,12 +103,19 @@ class Observed:
     """
 
     def __init__(
-        self, name: str, epoch: int, settings: RunSettings, *, copied: bool = False
+        self,
+        name: str,
+        epoch: int,
+        settings: RunSettings,
+        *,
+        copied: bool = False,
+        modules: Sequence[str] = (),
     ) -> None:
         self._name = name
         self._epoch = epoch
         self._created = settings
         self.copied = copied
+        self._modules = modules
         self.settings = settings
         self.leases: dict[int, wire.Lease] = {}
         self.aggregators: list[wire.Lease] = []
@@ -360,6 +368,7 @@ class Observed:
         lease, waiting = self.leases.get(index), self._waiting[index]
         return FragmentStatus(
             fragment=index,
+            module=self._modules[index] if self._modules else "",
             version=record.version,
             global_step=record.global_step,
             owner=lease.aggregator if lease is not None and lease.state == "held" else None,
@@ -382,7 +391,9 @@ class Observed:
         for recorded in self.records.values():
             quarantined.update(recorded.record.policy.quarantined)
             for member in recorded.record.policy.members:
-                members[member.learner].append(member)
+                # To the owner of a fragment that it does not hold, it is as one that has left.
+                if member.incarnation not in member.not_holding:
+                    members[member.learner].append(member)
         unjoined: dict[str, int] = {}
         moment = Moment(
             now_s=now_s,

@@ -257,6 +257,7 @@ class LearnerStatus:
         missed: number of newest rounds in a row without an update of it, in the fragment where it
             is least.
         slices: from its join: its slices; None: it does not have several, or the join was not read.
+        holds: from its join: the modules that it holds; empty: all; None: the join was not read.
     """
 
     name: str
@@ -313,6 +314,7 @@ class LearnerStatus:
     sent_s: float | None = None
     missed: int = 0
     slices: SlicesStatus | None = None
+    holds: tuple[str, ...] | None = None
 
     @property
     def slices_said(self) -> str:
@@ -358,6 +360,7 @@ class FragmentStatus:
     """One fragment, at a moment.
 
     Attributes:
+        module: the module of its tensors; "": the model is one module.
         owner: the aggregator that has the fragment's lease; None: no aggregator.
         free: whether the lease is absent or released although work is left.
         refused_by: aggregators that no longer serve the fragment, since its objects gave them other
@@ -369,6 +372,7 @@ class FragmentStatus:
     """
 
     fragment: int
+    module: str
     version: int
     global_step: int
     owner: str | None

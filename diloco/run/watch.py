@@ -76,7 +76,13 @@ class Watch:
         self._next_seq = 1
         self._as_of_s = 0.0
         copied = isinstance(context.bus, BundleBus)
-        self.observed = Observed(context.run, context.epoch, context.settings, copied=copied)
+        self.observed = Observed(
+            context.run,
+            context.epoch,
+            context.settings,
+            copied=copied,
+            modules=[fragment.module for fragment in context.layout.fragments],
+        )
 
     async def first_seq(self) -> int:
         """Returns the stream sequence from which to read the tape for the run's present state."""

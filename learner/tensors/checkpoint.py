@@ -16,7 +16,7 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +66,7 @@ class Facts(NestedRecord):
         leaves: the specification of each array, in order.
         unsent: of a snapshot, what it states of each fragment's unsent work. Its arrays are a pair:
             the state, and the values of that work.
+        holds: the modules that the learner held; empty: all.
     """
 
     run: Name
@@ -79,6 +80,7 @@ class Facts(NestedRecord):
     global_step: Count
     leaves: tuple[LeafSpec, ...]
     unsent: tuple[Unsent, ...] = ()
+    holds: tuple[Name, ...] = ()
 
 
 class HostCheckpoint(NamedTuple):
@@ -206,13 +208,33 @@ def rebuild(like: Any, checkpoint: HostCheckpoint) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
+def rebuild_some(like: Any, checkpoint: HostCheckpoint) -> Any:
+    """Returns a state with the leaves that a checkpoint has, and for other leaves their shapes.
+
+    A learner that held other modules had other leaves. Arguments and errors as of `rebuild`.
+    """
+    wanted = [_words(path, shape.shape, shape.dtype.name) for path, shape in _shapes(like)]
+    there = _those(checkpoint, lambda leaf: _words(leaf.path, leaf.shape, leaf.dtype) in wanted)
+    known = {_words(leaf.path, leaf.shape, leaf.dtype) for leaf in there.facts.leaves}
+    leaves, structure = jax.tree.flatten(like)
+    places = [place for place, words in enumerate(wanted) if words in known]
+    found = rebuild([leaves[place] for place in places], there)
+    for place, leaf in zip(places, found, strict=True):
+        leaves[place] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
 def below(checkpoint: HostCheckpoint, path: str) -> HostCheckpoint:
     """Returns the leaves of a checkpoint whose paths begin with `path`; nothing is checked."""
+    return _those(checkpoint, lambda leaf: leaf.path.startswith(path))
+
+
+def _those(checkpoint: HostCheckpoint, wanted: Callable[[LeafSpec], bool]) -> HostCheckpoint:
     facts = checkpoint.facts
     chosen = [
         (leaf, checkpoint.arrays[_key(index)])
         for index, leaf in enumerate(facts.leaves)
-        if leaf.path.startswith(path)
+        if wanted(leaf)
     ]
     return HostCheckpoint(
         facts.model_copy(update={"leaves": tuple(leaf for leaf, _ in chosen)}),
@@ -288,7 +310,7 @@ def check_facts(facts: Facts, like: Any, *, run: str, layout: str, learner: str)
 
     Args:
         facts: the checkpoint's metadata.
-        like: shapes of the state that the checkpoint must have.
+        like: shapes of the state that the checkpoint must have; None: of any state.
         run: the run's name.
         layout: the digest of the run's layout.
         learner: the learner's name.
@@ -303,6 +325,8 @@ def check_facts(facts: Facts, like: Any, *, run: str, layout: str, learner: str)
     ):
         if found != expected:
             raise CheckpointError(f"{what} {found}, not {expected}")
+    if like is None:
+        return
     described = [_words(leaf.path, leaf.shape, leaf.dtype) for leaf in facts.leaves]
     wanted = [
         _words(path, shape.shape, np.dtype(shape.dtype).name) for path, shape in _shapes(like)

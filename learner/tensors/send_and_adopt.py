@@ -63,9 +63,9 @@ class Replica:
     Args:
         settings: the run's sync section.
         layout: the run's layout.
-        like: the synchronized leaves, a tree of arrays or shapes.
-        views: the newest view of each fragment, in order: float32 [N]. Each view is released before
-            the next is taken.
+        like: the synchronized leaves that the learner holds, a tree of arrays or shapes.
+        views: the newest view of each fragment that has these leaves, in order: float32 [N]. Each
+            view is released before the next is taken.
         shardings: the shardings of the training loop's leaves, by name; None: all leaves are on one
             device.
         anchor: "device" or "host", the memory in which views are kept; from "host" views are
@@ -85,34 +85,39 @@ class Replica:
         shardings: Shardings | None = None,
         anchor: str = "device",
     ) -> None:
-        self._settings = [sync_of(settings, fragment) for fragment in layout.fragments]
-        self._averaged = [fragment.averaged for fragment in layout.fragments]
-        self._sizes = [fragment.size for fragment in layout.fragments]
         self._names = [name for name, _ in named_leaves(like)]
+        names = set(self._names)
+        # A fragment has leaves of one module, of which a learner holds all or none.
+        held = [one for one in layout.fragments if one.pieces[0].tensor in names]
+        self._settings = {one.index: sync_of(settings, one) for one in held}
+        self._averaged = {one.index: one.averaged for one in held}
+        self._sizes = {one.index: one.size for one in held}
         self._structure = jax.tree.structure(like)
         self._like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like)
         self._placement = make_placement(layout, like, shardings)
-        self._kernels = [
-            make_kernels(
+        self._kernels = {
+            fragment: make_kernels(
                 layout,
-                fragment.index,
+                fragment,
                 codec=own.codec,
                 delta_codec=own.delta_codec,
                 shardings=self._placement.inner,
             )
-            for fragment, own in zip(layout.fragments, self._settings, strict=True)
-        ]
-        self._ownership = [make_ownership(kernels) for kernels in self._kernels]
+            for fragment, own in self._settings.items()
+        }
+        self._ownership = {
+            fragment: make_ownership(kernels) for fragment, kernels in self._kernels.items()
+        }
         self._anchor = anchor_memory(anchor)
-        self._views: list[Blocks] = []
+        self._views: dict[int, Blocks] = {}
         self._in_flight: dict[int, Codes] = {}
         # With `blend`: theta - V of a fragment when its update in flight was sent.
         self._ahead: dict[int, Blocks] = {}
         leaves = _zeros(like, self._placement.inner)
-        for kernels, owned, view in zip(self._kernels, self._ownership, views, strict=True):
-            blocks = owned.place_view(view)
+        for (fragment, kernels), view in zip(self._kernels.items(), views, strict=True):
+            blocks = self._ownership[fragment].place_view(view)
             leaves |= kernels.overwrite(_part(leaves, kernels), blocks)
-            self._views.append(self._at_anchor(blocks))
+            self._views[fragment] = self._at_anchor(blocks)
         self.trained = self._tree(self._placement.outward(leaves))
 
     def send(self, fragment: int) -> Codes:
@@ -209,7 +214,7 @@ class Replica:
         Rows that belong to other fragments have the values of `trained`. Use each item before
         taking the next: fragments may share a leaf.
         """
-        for fragment, kernels in enumerate(self._kernels):
+        for fragment, kernels in self._kernels.items():
             part = copied(self._placement.inward(_part(self._leaves(), kernels)))
             yield self._placement.outward(kernels.overwrite(part, self._view(fragment)))
 
@@ -218,7 +223,7 @@ class Replica:
         leaves = self._placement.inward(self._leaves())
         ahead, views = copied(leaves), copied(leaves)
         flying = _zeros(self._like, self._placement.inner)
-        for fragment, kernels in enumerate(self._kernels):
+        for fragment, kernels in self._kernels.items():
             views |= kernels.overwrite(_part(views, kernels), self._view(fragment))
             codes = self._in_flight.get(fragment)
             if codes is not None and not self._averaged[fragment]:
@@ -247,7 +252,8 @@ class Replica:
             found: how each fragment's work is taken over.
         """
         ahead = dict(values.ahead)
-        for kernels, one in zip(self._kernels, found, strict=True):
+        for fragment, kernels in self._kernels.items():
+            one = found[fragment]
             # What is not to be taken over, in the fragment's rows.
             part = _part(values.flying if one.again else ahead, kernels)
             if one.again or one.dropped:
@@ -270,7 +276,7 @@ class Replica:
 
     def warm_up(self) -> None:
         """Compiles every operation on copies, so that no training step waits for a compiler."""
-        for index, kernels in enumerate(self._kernels):
+        for index, kernels in self._kernels.items():
             ownership = self._ownership[index]
             part = _part(self._leaves(), kernels)
             copies, view = copied((self._placement.inward(part), self._view(index)))

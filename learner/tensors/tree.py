@@ -7,6 +7,7 @@ leaves has None in place of the others. JAX treats None as a subtree without lea
 optimizers ignore it.
 """
 
+import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,13 +17,15 @@ import numpy as np
 
 from diloco.common.process.config import SyncSection
 from diloco.common.protocol.errors import TaskError
-from diloco.common.protocol.layout import Layout, Tensor, kind_of, make_layout
+from diloco.common.protocol.layout import Hint, Layout, Tensor, kind_of, make_layout
+from diloco.common.protocol.wire import MOST_HELD_MODULES
 from diloco.learner.task import (
     Params,
     Task,
     Variables,
     check_dtype,
     hint_of,
+    kind,
     short,
     signature,
     tree_words,
@@ -176,6 +179,93 @@ def from_names(like: Params, leaves: dict[str, Any]) -> Params:
     """Returns a tree of the structure of `like`, with the leaves of the same names in `leaves`."""
     ordered = [leaves[name] for name, _ in named_leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), ordered)
+
+
+# --- Modules that some learners hold
+
+
+def held_modules(task: Task, learner: str, layout: Layout) -> tuple[str, ...]:
+    """Returns the modules that a learner holds, by `Task.holds`, in the layout's order; (): all.
+
+    Raises:
+        TaskError: `Task.holds` names no module, or one that no tensor is in.
+    """
+    if task.holds is None:
+        return ()
+    try:
+        said = task.holds(learner)
+    except Exception as error:
+        raise TaskError(
+            f"Task.holds({learner!r}) failed: {short(error)}",
+            hint="it takes the name of any learner of the run, and returns names of modules",
+        ) from error
+    if isinstance(said, str) or not isinstance(said, Collection):
+        raise TaskError(
+            f"Task.holds({learner!r}) must return names of modules, but it returned {kind(said)}",
+            hint='return a list, such as ["trunk", "expert-0"]',
+        )
+    unknown = [name for name in said if name not in layout.modules]
+    if unknown or not said:
+        known = ", ".join(repr(name) for name in layout.modules if name) or "none"
+        raise TaskError(
+            f"Task.holds gives the learner {learner!r} "
+            + (f"the module {unknown[0]!r:.80}" if unknown else "no module")
+            + f"; the modules of the task's tensors are: {known}",
+            hint="name modules that the task's hint gives to tensors by TensorHint.module",
+        )
+    held = tuple(name for name in layout.modules if name in said)
+    if len(held) == len(layout.modules):
+        return ()
+    if len(held) > MOST_HELD_MODULES:
+        raise TaskError(
+            f"Task.holds gives the learner {learner!r} {len(held)} of {len(layout.modules)} modules"
+            f", and a join can name {MOST_HELD_MODULES}",
+            hint="make fewer and larger modules, or let the learner hold all",
+        )
+    return held
+
+
+def held_names(layout: Layout, hint: Hint, holds: Collection[str]) -> set[str]:
+    """Returns the names of the leaves that a learner holds.
+
+    These are all leaves of its modules, and leaves that are not synchronized and in no module.
+
+    Args:
+        layout: the run's layout.
+        hint: the task's hint, which gives the module of leaves that are not synchronized.
+        holds: the modules; empty: all.
+    """
+    held = {piece.tensor for fragment in layout.held(holds) for piece in fragment.pieces}
+    for leaf in layout.constants:
+        if not holds or hint(leaf.name, leaf.shape).module in ("", *holds):
+            held.add(leaf.name)
+    return held
+
+
+def held_task(task: Task, layout: Layout, holds: Collection[str]) -> Task:
+    """Returns the task of a learner that holds only some modules: all other leaves are None.
+
+    Args:
+        task: the task of the whole model.
+        layout: its layout.
+        holds: the modules; empty: all.
+    """
+    if not holds:
+        return task
+    names = held_names(layout, hint_of(task, task.shapes), holds)
+
+    def part(params: Params) -> Params:
+        return split(params, marks(params, names))[0]
+
+    def load_frozen() -> Params:
+        assert task.load_frozen is not None
+        return part(Variables(None, task.load_frozen(), None)).frozen
+
+    return dataclasses.replace(
+        task,
+        init=lambda key: part(task.init(key)),
+        load_frozen=None if task.load_frozen is None else load_frozen,
+    )
 
 
 # --- Frozen leaves that each learner loads from a place of its own

@@ -8,6 +8,7 @@ learners' uploads.
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -240,6 +241,7 @@ class Saver:
                 incarnation=self._incarnation,
                 leaves=checkpoints.describe(copies, arrays),
                 unsent=unsent,
+                holds=context.holds,
                 **progress._asdict(),
             )
             number = self._folder.write(HostCheckpoint(facts, arrays))
@@ -441,7 +443,7 @@ def restore(
 
     Searches this machine's disk, then this learner's uploads, then with `learner.warm_start` other
     learners' uploads. Of another learner's checkpoint only the state is used: steps and tokens are
-    0.
+    0. If this learner held other modules, leaves that the checkpoint lacks are shapes.
 
     Args:
         context: the learner's context.
@@ -450,7 +452,7 @@ def restore(
         like: shapes of the state, a tree.
         fetch: reads the store, and retries transient faults.
     """
-    search = _Search(context, section, folder, like, fetch, checkpoints.rebuild)
+    search = _Search(context, section, folder, like, fetch, checkpoints.rebuild, some=True)
     for candidate, facts, state in _healthy(context, search.candidates()):
         context.logger.info(
             "checkpoint_restored",
@@ -511,6 +513,7 @@ class _Search(NamedTuple):
         build: (shapes, checkpoint) -> the state, or one host's part of the state.
         part: the name of this host's part; "": the learner has one host.
         choose: what to take of a checkpoint: the state, or a snapshot's unsent work.
+        some: also what there is of the state in checkpoints of this learner with other modules.
     """
 
     context: Context
@@ -521,6 +524,7 @@ class _Search(NamedTuple):
     build: Callable[[Any, HostCheckpoint], Any]
     part: str = ""
     choose: Callable[[HostCheckpoint], HostCheckpoint] = checkpoints.state_in
+    some: bool = False
 
     def candidates(self) -> Iterator[_Candidate]:
         own = self.context.learner
@@ -563,21 +567,31 @@ class _Search(NamedTuple):
         facts = self.folder.facts(number)
         arrays = self.folder.arrays(number, facts)
         checkpoint = self.choose(HostCheckpoint(facts, arrays))
-        self._check(checkpoint.facts, self.context.learner)
-        return checkpoint.facts, self.build(self.like, checkpoint)
+        return checkpoint.facts, self._built(checkpoint, self.context.learner)
 
     def _read_stored(self, stored: CheckpointObject) -> tuple[Facts, Any]:
+        context = self.context
         largest = encryption.sealed_bytes(checkpoints.largest_object(self.like))
+        if self.some and stored.learner == context.learner:  # It may have held all modules.
+            held = sum(one.size for one in context.layout.held(context.holds))
+            largest *= math.ceil(sum(one.size for one in context.layout.fragments) / held)
         if stored.size_bytes > largest:
             raise CheckpointError(f"{stored.size_bytes} bytes, more than {largest}")
-        data = self.fetch("reading a checkpoint", lambda: self.context.store.get(stored.name))
-        self.context.traffic.bytes_down += len(data)
-        checkpoint = unsealed(self.context.run, stored, data, key_of(self.section), self.part)
-        self._check(checkpoint.facts, stored.learner)
-        return checkpoint.facts, self.build(self.like, checkpoint)
+        data = self.fetch("reading a checkpoint", lambda: context.store.get(stored.name))
+        context.traffic.bytes_down += len(data)
+        checkpoint = unsealed(context.run, stored, data, key_of(self.section), self.part)
+        return checkpoint.facts, self._built(checkpoint, stored.learner)
 
-    def _check(self, facts: Facts, learner: str) -> None:
-        context = self.context
+    def _built(self, checkpoint: HostCheckpoint, learner: str) -> Any:
+        context, facts = self.context, checkpoint.facts
+        own = self.some and learner == context.learner
+        others = own and facts.holds != context.holds
         checkpoints.check_facts(
-            facts, self.like, run=context.run, layout=context.layout.digest, learner=learner
+            facts,
+            None if others else self.like,
+            run=context.run,
+            layout=context.layout.digest,
+            learner=learner,
         )
+        build = checkpoints.rebuild_some if others else self.build
+        return build(self.like, checkpoint)

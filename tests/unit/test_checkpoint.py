@@ -17,7 +17,7 @@ from diloco.common.process.config import LearnerSection, MeshSection, RunSetting
 from diloco.common.process.retry import Runtime
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import CheckpointError
-from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.common.storage.store import MemoryStore
 from diloco.learner.background import Context
 from diloco.learner.core.carry import Unsent
@@ -37,6 +37,7 @@ from diloco.learner.wire.checkpoint_save_and_restore import (
 from diloco.run.model import own_leaves
 
 PROGRESS = TrainingProgress(local_step=12, tokens=96, position=14, global_step=11)
+MODULES = ("v", "w")
 PARAMS = {
     "kernel": jnp.linspace(-1, 1, 24).reshape(4, 6),
     "half": jnp.linspace(0, 1, 6).astype(jnp.bfloat16),
@@ -72,13 +73,16 @@ class Log:
 class Learner:
     """A learner's context, its folder, and what it does with them."""
 
-    def __init__(self, tmp_path, store=None, name="one", run="r", width=16, **section):
+    def __init__(self, tmp_path, store=None, name="one", run="r", width=16, holds=(), **section):
         if not section.pop("without_folder", False):
             section.setdefault("checkpoint_dir", str(tmp_path / "checkpoints"))
         self.section = LearnerSection(**section)
         self.logger = Log()
         layout = make_layout(
-            [Tensor(name="w", shape=(width, 8), dtype="float32")], fragments=1, block=16
+            [Tensor(name=name, shape=(width, 8), dtype="float32") for name in MODULES],
+            fragments=2,
+            block=16,
+            hint=lambda name, _: TensorHint(module=name),
         )
         self.context = Context(
             settings=RunSettings(run={"name": run, "steps": 10}),
@@ -89,6 +93,7 @@ class Learner:
             runtime=Runtime(),
             logger=self.logger,
             learner=name,
+            holds=holds,
         )
         self.folder = open_folder(self.context, self.section)
 
@@ -153,6 +158,35 @@ def test_what_was_saved_comes_back(tmp_path, name, upload):
     assert (found["where"], found["of"]) == ("store" if upload else "folder", "one")
     # It can be trained on from.
     jax.jit(optimizer.update, donate_argnums=1)(PARAMS, restored.state, PARAMS)
+
+
+@pytest.mark.parametrize("upload", [False, True])
+def test_a_life_with_other_modules_has_the_leaves_of_both_lives(tmp_path, upload):
+    def moments(*modules):
+        return {name: jnp.full(1 << 16, ord(name), jnp.float32) for name in modules}
+
+    def life(*holds):
+        if upload:
+            shutil.rmtree(learner.path)
+        return Learner(tmp_path, learner.context.store, holds=holds, checkpoint_upload=upload)
+
+    learner = Learner(tmp_path, checkpoint_upload=upload)
+    learner.save(moments("v", "w"))
+    learner = life("w")
+    found = learner.restore(moments("w"))
+    check_same(found.state, moments("w"))
+    assert found.local_step == 12
+    learner.save(moments("w"), 13)
+    learner = life()
+    found = learner.restore(moments("v", "w"))
+    check_same(found.state["w"], moments("w")["w"])
+    assert isinstance(found.state["v"], jax.ShapeDtypeStruct)
+    assert found.local_step == 13
+    assert not learner.skipped()
+    if upload:  # Another learner's must fit: that of step 12.
+        other = Learner(tmp_path, learner.context.store, "two", warm_start=True)
+        check_same(other.restore(moments("v", "w")).state, moments("v", "w"))
+        assert len(other.skipped()) == 1
 
 
 def test_a_snapshot_has_unsent_work_beside_what_any_checkpoint_has(tmp_path):

@@ -59,6 +59,7 @@ from diloco.common.protocol.wire.manifests_and_records import (
 )
 from diloco.common.protocol.wire.run import (
     LEARNER_STATES,
+    MOST_HELD_MODULES,
     NOT_A_LEARNER,
     Checkpoint,
     CheckpointFile,

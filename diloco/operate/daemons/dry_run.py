@@ -125,6 +125,7 @@ def show(console: Console, figures: DryRun, bandwidth: float) -> None:
         f"{len(figures.fragments)} fragments; {figures.devices} devices ({mesh}), "
         f"{figures.hosts} host(s); {figures.tokens_per_batch:,} tokens a step"
         + (f"; {figures.frozen_parameters:,} more are frozen" if figures.frozen_parameters else "")
+        + (f"; it holds {', '.join(figures.holds)} alone" if figures.holds else "")
         + (f"; a token passes {active:,} parameters" if active else ""),
         f"compiled for {figures.platform}; nothing was allocated",
         sep="\n",

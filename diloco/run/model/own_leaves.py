@@ -28,6 +28,8 @@ OWN = "[1]"
 def own_leaves(context: RunContext, section: LearnerSection, learner: str) -> Arrays:
     """Returns, by name, a learner's private leaves and local state, of its newest checkpoint.
 
+    Leaves of modules that the learner did not hold are left out.
+
     Args:
         context: the run's context.
         section: the section of the learner's file, which says where its checkpoints are, and the
@@ -49,16 +51,21 @@ def own_leaves(context: RunContext, section: LearnerSection, learner: str) -> Ar
     for read in _readers(context, section, learner):
         try:
             found = checkpoints.below(read(), OWN)
-            like = (None, own)
+            like, in_part = (None, own), bool(found.facts.holds)
             checkpoints.check_facts(
                 found.facts,
-                like,
+                None if in_part else like,
                 run=context.run,
                 layout=context.layout.digest,
                 learner=learner,
             )
-            leaves = tree.by_name(checkpoints.rebuild(like, found)[1])
-            return {name: np.asarray(leaf) for name, leaf in leaves.items()}
+            build = checkpoints.rebuild_some if in_part else checkpoints.rebuild
+            leaves = tree.by_name(build(like, found)[1])
+            return {
+                name: np.asarray(leaf)
+                for name, leaf in leaves.items()
+                if not isinstance(leaf, jax.ShapeDtypeStruct)
+            }
         except CheckpointError as error:
             why = error.message
     raise ConfigError(
