@@ -99,6 +99,7 @@ class Incarnation:
         position: batches of the learner's data that were behind it when it left.
         merged_s: when the first record that merged an update of it was stored; None: none was.
         slices: from its join: the slices that train, of a learner that has several.
+        holds: from its join: the modules that it holds; empty: all.
     """
 
     learner: str
@@ -109,6 +110,7 @@ class Incarnation:
     position: int = 0
     merged_s: float | None = None
     slices: wire.LearnerSlices | None = None
+    holds: tuple[str, ...] = ()
 
 
 @dataclass
@@ -184,6 +186,13 @@ class TimeSeries:
     def fragments(self) -> int:
         """The number of fragments, P."""
         return len(self.layout.fragments)
+
+    def fragments_of(self) -> dict[str, float]:
+        """Returns, by learner, the number of fragments that it holds, as a mean of its lives."""
+        counts: dict[str, list[int]] = {name: [] for name in self.learners}
+        for life in self.lives:
+            counts.setdefault(life.learner, []).append(len(self.layout.held(life.holds)))
+        return {name: float(np.mean(found or [self.fragments])) for name, found in counts.items()}
 
     @property
     def begins_s(self) -> float:
@@ -305,7 +314,14 @@ class Builder:
 
     def _join(self, join: wire.Join, entry: Entry) -> None:
         self._index(join.learner)
-        life = Incarnation(join.learner, entry.seq, entry.time_s, join.host, slices=join.slices)
+        life = Incarnation(
+            join.learner,
+            entry.seq,
+            entry.time_s,
+            join.host,
+            slices=join.slices,
+            holds=join.holds,
+        )
         self._lives[join.learner, entry.seq] = life
         self._series.lives.append(life)
 

@@ -5,12 +5,12 @@ import pytest
 
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import wire
-from diloco.common.protocol.layout import Tensor, make_layout
+from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.common.storage.tape import Extent
 from diloco.run.timeseries import Incarnation, TimeSeries
 from diloco.show.page import figures
 from diloco.show.page.lanes import Lane, make_lanes
-from diloco.show.page.numbers import Shown
+from diloco.show.page.numbers import Shown, spent
 
 STEP_S = 0.5
 EVERY = 4  # steps between two updates
@@ -119,6 +119,29 @@ def test_of_a_life_that_began_before_a_trimmed_tape_the_rest_is_shown() -> None:
     assert states(lane) == {"training": 300, "stalled": 0, "down": 0}
     assert lane.seconds("catching up") == 0
     assert (lane.joins, lane.lives) == ([], 1)
+
+
+def test_the_work_of_a_learner_is_a_mean_over_the_fragments_that_it_holds() -> None:
+    """Whose update of its one fragment is merged has lost nothing; another has two fragments."""
+    one, both = (
+        Incarnation(name, seq, 0.0, "host", merged_s=0.0, holds=holds)
+        for seq, (name, holds) in enumerate((("a", ("w",)), ("b", ())), 1)
+    )
+    made = series(one, both)
+    made.layout = make_layout(
+        [Tensor(name=name, shape=(64,), dtype="float32") for name in ("v", "w")],
+        fragments=2,
+        block=16,
+        hint=lambda name, _: TensorHint(module=name),
+    )
+    for life in (one, both):
+        trained(made, life, 0.0, 400.0)
+        row = dict.fromkeys(made.inputs.newest(0), 100.0)
+        made.inputs.add(*(row | {"learner": made.learners.index(life.learner)}).values())
+    of_one, of_both = make_lanes(made)
+    assert of_one.steps == 2 * of_both.steps > 0
+    times = spent(Shown(made, [of_one, of_both]))
+    assert times["a"].merged == 2 * times["b"].merged > 0
 
 
 def test_a_lane_is_as_high_as_the_share_of_slices_that_train() -> None:

@@ -98,21 +98,25 @@ def make_lanes(series: TimeSeries) -> list[Lane]:
     lives: dict[str, list[Incarnation]] = {name: [] for name in series.learners}
     for life in series.lives:
         lives[life.learner].append(life)
-    lanes = []
+    lanes, fragments = [], series.fragments_of()
     for learner, begin, end in zip(series.learners, edges[:-1], edges[1:], strict=True):
         updates = _Updates(**{name: values[begin:end] for name, values in columns.items()})
-        lanes.append(_lane(series, learner, lives[learner], updates))
+        lanes.append(_lane(series, learner, lives[learner], updates, fragments[learner]))
     return sorted(lanes, key=lambda lane: lane.learner)
 
 
 def _lane(
-    series: TimeSeries, learner: str, known_lives: list[Incarnation], updates: _Updates
+    series: TimeSeries,
+    learner: str,
+    known_lives: list[Incarnation],
+    updates: _Updates,
+    fragments: float,
 ) -> Lane:
     joins = [life.joined_s for life in known_lives if life.joined_s >= series.begins_s]
     lives = [_shown(series, life) for life in known_lives]
     known = updates.step_time_s[updates.step_time_s > 0]
     step_s = float(np.median(known)) if known.size else 0.0
-    steps = float(updates.steps.sum()) / max(series.fragments, 1)
+    steps = float(updates.steps.sum()) / fragments
     lane = Lane(learner, [], [], joins, len(lives), step_s, steps)
     for index, life in enumerate(lives):
         following = lives[index + 1] if index + 1 < len(lives) else None

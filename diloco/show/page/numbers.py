@@ -186,9 +186,9 @@ def spent(shown: Shown) -> dict[str, TimeShares]:
     inputs, names = shown.series.inputs, shown.series.learners
     sums = np.bincount(inputs["learner"].astype(np.int64), inputs["steps"], len(names))
     steps = dict(zip(names, sums.tolist(), strict=True))
-    found = {}
+    found, fragments = {}, shown.series.fragments_of()
     for lane in shown.lanes:
-        merged = steps[lane.learner] / shown.series.fragments * lane.step_s
+        merged = steps[lane.learner] / fragments[lane.learner] * lane.step_s
         worked = lane.seconds("training") + lane.seconds("catching up")
         merged = min(merged, worked)
         found[lane.learner] = TimeShares(

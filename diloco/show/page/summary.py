@@ -253,9 +253,10 @@ def _sums(series: TimeSeries) -> dict[str, tuple[str, ...]]:
     )
     refused = np.bincount(series.refusals["learner"].astype(int), minlength=count)
     losses, norms = recent(series, "loss"), recent(series, "norm")
+    fragments = series.fragments_of()
     return {
         name: (
-            human_count(tokens[at] / series.fragments), f"{sent[at]:,.0f}", f"{merged[at]:,.0f}",
+            human_count(tokens[at] / fragments[name]), f"{sent[at]:,.0f}", f"{merged[at]:,.0f}",
             f"{refused[at]:,}", f"{stale[at]:.2f}" if merged[at] else "-",
             f"{waits_s[at]:.2f} s" if merged[at] else "-",
             _number(losses.get(name)), _number(norms.get(name)), human_bytes(sizes[at]),
