@@ -10,10 +10,10 @@ from diloco.aggregator.compare_and_swap import swap
 from diloco.aggregator.context import Context
 from diloco.common.process.config import RunSettings
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.errors import ObjectMissingError, SwapLostError, WireError
+from diloco.common.protocol.errors import SwapLostError, WireError
 from diloco.common.protocol.layout import next_step
 from diloco.common.storage.bus import Message
-from diloco.common.storage.tape import last_record, parse_changed, read_record
+from diloco.common.storage.tape import last_word, parse_changed, read_word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +66,12 @@ class Conductor:
         """Follows the tape until the run's `end` message is on it."""
         context = self.context
         for fragment in range(len(context.layout.fragments)):
-            record, seq = await context.runtime.retry(
+            told = await context.runtime.retry(
                 "records",
-                lambda fragment=fragment: last_record(context, fragment),  # type: ignore[misc]
+                lambda fragment=fragment: last_word(context, fragment),  # type: ignore[misc]
                 logger=context.logger,
             )
-            self._note(record, seq)
+            self._note(told.word, told.record_seq)
         start = min(newest.record_seq for newest in self._newest.values())
         settings = await context.runtime.retry(
             "settings",
@@ -99,15 +99,7 @@ class Conductor:
                 # A run that was shortened may be complete already.
                 await self._decide()
                 continue
-            try:
-                record = await context.runtime.retry(
-                    "reading a record",
-                    lambda message=message: read_record(context, message),  # type: ignore[misc]
-                    logger=context.logger,
-                )
-            except ObjectMissingError:
-                continue  # Its body was collected as garbage, so newer records follow.
-            self._note(record, message.seq)
+            self._note(read_word(context, message).word, message.seq)
             await self._decide()
 
     def _change(self, message: Message) -> None:
@@ -121,7 +113,7 @@ class Conductor:
         except WireError as error:
             self.context.logger.warning("ignored", subject=message.subject, reason=error.reason)
 
-    def _note(self, record: wire.Record, seq: int) -> None:
+    def _note(self, record: wire.RecordWord, seq: int) -> None:
         known = self._newest.get(record.fragment)
         if known is None or known.record_seq < seq:
             self._newest[record.fragment] = NewestRecord(

@@ -41,7 +41,7 @@ from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.layout import Layout, Tensor, make_layout
 from diloco.common.storage.bus import Bus, jetstream
-from diloco.common.storage.store import open_store
+from diloco.common.storage.store import ObjectStore, open_store
 from diloco.common.storage.tape.run import record_in
 from diloco.learner.core import sync
 from diloco.learner.core.events import (
@@ -191,11 +191,12 @@ class Client:
 
     async def _read(self) -> None:
         async for message in self.bus.read(names.tape_stream(RUN), [names.record(RUN, "*")], 1):
-            record = _record(message.subject, message.payload)
-            marks = {(m.learner, m.incarnation): m.seq for m in record.policy.marks}
+            found = _decoded(message.payload)
+            word = found.word if isinstance(found, wire.RecordPointer) else wire.word_of(found)
+            answer = await asyncio.to_thread(_answer, found, self.name, self.incarnation)
             ready = Ready(
-                record.fragment, message.seq, record.version, record.view_digest,
-                record.global_step, marks.get((self.name, self.incarnation), 0),
+                word.fragment, message.seq, word.version, word.view_digest, word.global_step,
+                answer.resolved_seq,
             )  # fmt: skip
             self._tasks.create_task(self._adopt(ready))
 
@@ -210,12 +211,29 @@ class Client:
 
 
 @lru_cache(maxsize=64)
+def _decoded(payload: bytes) -> wire.Record | wire.RecordPointer:
+    """Decoded once for all learners of this process."""
+    return wire.decode_record(payload)
+
+
+@lru_cache(maxsize=1)
+def _bucket() -> ObjectStore:
+    return open_store(STORE_URL, emulator=True)
+
+
+def _answer(found: wire.Record | wire.RecordPointer, learner: str, incarnation: int) -> wire.Answer:
+    """A record's answer to a learner; of an object, each learner reads its own range."""
+    if isinstance(found, wire.Record):
+        return wire.answers_of(found).get((learner, incarnation), wire.Answer())
+    start, stop = wire.answers_range(found, learner)
+    data = _bucket().get_range(found.body.name, start, stop)
+    return wire.answer_in(found, data, learner, incarnation)
+
+
 def _record(subject: str, payload: bytes) -> wire.Record:
-    """Decoded, and read from the store if it is long, once for all learners of this process."""
-    found = wire.decode_record(payload)
-    if isinstance(found, wire.RecordPointer):
-        return record_in(open_store(STORE_URL, emulator=True), subject, found)
-    return found
+    """The whole record."""
+    found = _decoded(payload)
+    return record_in(_bucket(), subject, found) if isinstance(found, wire.RecordPointer) else found
 
 
 def configure(folder: Path, url: str, options: argparse.Namespace) -> Config:

@@ -14,7 +14,9 @@ Events per second of the aggregator's core alone. Sixteen learners in step; each
 manifests, 16 verified payloads and a commit. No IO, no arrays, no decoding: what is left is the
 machine itself. A second table has larger fleets: a version's cost should grow as they do, and no
 faster. A third has the bytes of such fleets' records, and the time to write and to read one: of a
-version that is of one update, and of one that is of everybody's.
+version that is of one update, and of one that is of everybody's. Beside them are the time to make
+the table of answers, the bytes that one learner reads instead (word and answers), and the time that
+it takes to decode these.
 """
 
 import argparse
@@ -230,6 +232,7 @@ ROUNDS = 400
 REPEATS = 5
 FLOOR_EVENTS_PER_S = 10_000
 FLEETS = (16, 128, 1000, 4000)
+RECORDED = (*FLEETS, 10_000)
 
 
 class Measured(NamedTuple):
@@ -369,25 +372,56 @@ def record(learners: int, merged: int) -> wire.Record:
         }
     )
     inputs = tuple(
-        make_input(learner=f"learner-{i}", shards=(shard,), coefficients=bytes(32))
+        make_input(
+            learner=f"learner-{i}",
+            incarnation=1 << 20,
+            seq=99,
+            shards=(shard,),
+            coefficients=bytes(32),
+        )
         for i in range(merged)
     )
     return make_record(policy=policy, inputs=inputs)
 
 
 def _print_records() -> None:
-    columns = ("learners", "updates", "record kB", "encode ms", "decode ms")
+    columns = (
+        "learners", "updates", "record kB", "encode ms", "decode ms", "table ms", "own bytes",
+        "own ms",
+    )  # fmt: skip
     print("\n" + " ".join(f"{name:>12}" for name in columns))
-    for learners in FLEETS:
+    for learners in RECORDED:
         for merged in (1, learners):
             made = record(learners, merged)
             encoded = wire.encode(made)
             encode_s = _processor_s(partial(wire.encode, made))
             decode_s = _processor_s(partial(wire.decode, wire.Record, encoded))
+            table_s = _processor_s(partial(wire.with_answers, made, encoded))
+            own_bytes, own_s = _own_part(made, encoded)
             print(
                 f"{learners:>12} {merged:>12} {len(encoded) / 1e3:>12.1f} {1e3 * encode_s:>12.1f} "
-                f"{1e3 * decode_s:>12.1f}"
+                f"{1e3 * decode_s:>12.1f} {1e3 * table_s:>12.1f} {own_bytes:>12} "
+                f"{1e3 * own_s:>12.3f}"
             )
+
+
+def _own_part(made: wire.Record, encoded: bytes) -> tuple[int, float]:
+    """Bytes that a learner reads of a record in an object, and the time to decode them."""
+    data, answers = wire.with_answers(made, encoded)
+    body = wire.ObjectRef(name=made.snapshot.name, size_bytes=len(data), crc32c=0)
+    pointer = wire.RecordPointer(
+        word=wire.word_of(made), body=body, answers=answers, attempt_id="0" * 32
+    )
+    told, learner = wire.encode(pointer), "learner-0"
+    start, stop = wire.answers_range(pointer, learner)
+
+    def read() -> None:
+        found = wire.decode_record(told)
+        assert isinstance(found, wire.RecordPointer)
+        span = wire.answers_range(found, learner)
+        assert wire.answer_in(found, data[slice(*span)], learner, 1 << 20).resolved_seq == 99
+
+    return len(told) + stop - start, _processor_s(read)
 
 
 def _processor_s(work: Callable[[], object]) -> float:

@@ -199,6 +199,8 @@ class Context(RunContext):
     Attributes:
         learner: the learner's name.
         holds: the modules that it holds; empty: all.
+        announced: by fragment, the number of the newest update of this life whose manifest may be
+            on the tape.
         traffic: counts of bytes and updates.
         record_watch: detects that no record comes.
         metrics: the learner's Prometheus metrics.
@@ -207,6 +209,7 @@ class Context(RunContext):
 
     learner: str
     holds: tuple[str, ...] = ()
+    announced: dict[int, int] = dataclasses.field(default_factory=dict)
     traffic: TrafficCounts = dataclasses.field(default_factory=TrafficCounts)
     record_watch: RecordWatch = dataclasses.field(default_factory=RecordWatch)
     metrics: Metrics = dataclasses.field(default_factory=Metrics)

@@ -246,8 +246,9 @@ async def store_version_object(
 async def commit_record(context: Context, record: wire.Record, base_id: str = "") -> int:
     """Publishes a record as the successor of `record.base_seq`; returns its stream sequence.
 
-    The body of a large record is stored as an object, named after a version that is not committed
-    yet, so that garbage collection cannot remove the object before the record is committed.
+    A large record is stored as an object, named after a version that is not committed yet, so that
+    garbage collection cannot remove the object before the record is committed. The pointer to it is
+    then the commit: until it stands, nobody knows of the object.
 
     Args:
         context: the aggregator's context.
@@ -260,11 +261,15 @@ async def commit_record(context: Context, record: wire.Record, base_id: str = ""
     payload = wire.encode(record)
     if len(payload) > context.record_bytes:
         version = record.version + (record.what == "verdict")
+        data, answers = wire.with_answers(record, payload)
         body = await store_version_object(
-            context, record.fragment, version, "record", payload, context.logger
+            context, record.fragment, version, "record", data, context.logger
         )
         pointer = wire.RecordPointer(
-            fragment=record.fragment, body=body, attempt_id=record.attempt_id
+            word=wire.word_of(record),
+            body=body,
+            answers=answers,
+            attempt_id=record.attempt_id,
         )
         payload = wire.encode(pointer)
     subject = names.record(context.run, record.fragment)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from diloco.common.protocol import wire
 
+NO_ANSWER = wire.Answer()
+
 
 class Change(NamedTuple):
     """The objects that lead from the adopted view to the view of a record.
@@ -57,14 +59,16 @@ class UnfetchedRecord(NamedTuple):
     """A record that was read and not yet adopted.
 
     Attributes:
-        record: None if the record's body is gone or damaged.
+        record: the record's word; None if an answer to this learner cannot be read.
         made_at_s: when the record was stored, in seconds since the epoch of the reader's clock; 0:
             unknown.
+        answer: the record's answer to the reader, if that is a learner with an update in flight.
     """
 
     record_seq: int
-    record: wire.Record | None
+    record: wire.RecordWord | None
     made_at_s: float = 0.0
+    answer: wire.Answer = NO_ANSWER
 
 
 class FetchMove(NamedTuple):
@@ -103,13 +107,13 @@ def next_move(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> FetchMove
     return FetchMove(1, delta_of(first.record, first.record_seq))
 
 
-def delta_of(record: wire.Record, record_seq: int) -> Change:
+def delta_of(record: wire.AnyRecord, record_seq: int) -> Change:
     """Returns the change from the view before `record` to the view after it: the record's delta."""
     assert record.delta is not None
     return Change(record.fragment, record_seq, record.view_digest, None, (record.delta,))
 
 
-def _stays(adopted: Adopted, record: wire.Record) -> bool:
+def _stays(adopted: Adopted, record: wire.RecordWord) -> bool:
     """True if a record leaves the view unchanged."""
     return record.version == adopted.version and record.view_digest == adopted.view_digest
 
@@ -134,5 +138,5 @@ def _chain_bytes(adopted: Adopted, waiting: Sequence[UnfetchedRecord]) -> int | 
     return found
 
 
-def _jump(record_seq: int, record: wire.Record) -> Change:
+def _jump(record_seq: int, record: wire.RecordWord) -> Change:
     return Change(record.fragment, record_seq, record.view_digest, record.snapshot, record.deltas)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -14,32 +15,51 @@ from diloco.common.protocol.errors import IntegrityError, ObjectMissingError
 from diloco.common.storage.catchup import Change
 from diloco.common.storage.tape import (
     Recorded,
+    RecordedWord,
     RunContext,
     get_object,
-    last_record,
+    last_word,
     lost_for_good,
     records_of,
 )
 
 
-class Loaded(NamedTuple):
-    """A version of a fragment, loaded.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedView:
+    """A view, and the objects from which it was made.
 
     Attributes:
-        record: the version's record.
-        record_seq: the record's stream sequence.
-        view: the version's view, float32 [N].
+        view: the view, float32 [N].
         read_bytes: size in bytes of all objects that were read.
         snapshot: the stored view that was read.
         deltas: the deltas that were added to the stored view, in order.
     """
 
-    record: wire.Record
-    record_seq: int
     view: npt.NDArray[np.float32]
     read_bytes: int
     snapshot: wire.ObjectRef
     deltas: tuple[wire.ObjectRef, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded(LoadedView):
+    """The newest version of a fragment, loaded.
+
+    Attributes:
+        told: the word of the version's record.
+    """
+
+    told: RecordedWord
+
+    @property
+    def record(self) -> wire.RecordWord:
+        """The word of the version's record."""
+        return self.told.word
+
+    @property
+    def record_seq(self) -> int:
+        """The record's stream sequence."""
+        return self.told.record_seq
 
 
 async def load_view(context: RunContext, fragment: int) -> Loaded:
@@ -50,19 +70,29 @@ async def load_view(context: RunContext, fragment: int) -> Loaded:
     Raises:
         IntegrityError: the stored objects do not give the recorded digest, or are gone.
     """
-    record, record_seq = await last_record(context, fragment)
+    told = await last_word(context, fragment)
     while True:
+        word = told.word
         try:
-            return await _load(context, record, record_seq, record.snapshot, record.deltas)
+            made = await _load(context, word, word.snapshot, word.deltas)
         except (ObjectMissingError, IntegrityError) as error:
-            newest, newest_seq = await last_record(context, fragment)
-            if newest_seq == record_seq:
+            newest = await last_word(context, fragment)
+            if newest.record_seq == told.record_seq:
                 # The record is still the newest, so garbage collection did not remove its objects.
-                return await _load_from_older(context, record, record_seq, error)
-            record, record_seq = newest, newest_seq
+                made = await _load_from_older(context, word, told.record_seq, error)
+            else:
+                told = newest
+                continue
+        return Loaded(
+            told=told,
+            view=made.view,
+            read_bytes=made.read_bytes,
+            snapshot=made.snapshot,
+            deltas=made.deltas,
+        )
 
 
-async def load_recorded(context: RunContext, record: wire.Record, record_seq: int) -> Loaded:
+async def load_recorded(context: RunContext, record: wire.AnyRecord, record_seq: int) -> LoadedView:
     """Loads the version that a record on the tape committed, and verifies the view's digest.
 
     If the snapshot is damaged or gone, an older snapshot is used.
@@ -71,40 +101,39 @@ async def load_recorded(context: RunContext, record: wire.Record, record_seq: in
         IntegrityError: the stored objects do not give the recorded digest, or are gone.
     """
     try:
-        return await _load(context, record, record_seq, record.snapshot, record.deltas)
+        return await _load(context, record, record.snapshot, record.deltas)
     except (ObjectMissingError, IntegrityError) as error:
         return await _load_from_older(context, record, record_seq, error)
 
 
-async def load_version(context: RunContext, record: wire.Record) -> npt.NDArray[np.float32]:
+async def load_version(context: RunContext, record: wire.AnyRecord) -> npt.NDArray[np.float32]:
     """Returns the view after any record, float32 [N], after verifying the view's digest.
 
     Raises:
         IntegrityError: the stored objects do not give the recorded digest.
         ObjectMissingError: garbage collection has removed an object.
     """
-    return (await _load(context, record, 0, record.snapshot, record.deltas)).view
+    return (await _load(context, record, record.snapshot, record.deltas)).view
 
 
 async def _load(
     context: RunContext,
-    record: wire.Record,
-    record_seq: int,
+    record: wire.AnyRecord,
     snapshot: wire.ObjectRef,
     deltas: tuple[wire.ObjectRef, ...],
-) -> Loaded:
+) -> LoadedView:
     view, read_bytes = await context.runtime.call(
         assemble_view, context, record.fragment, record.view_digest, snapshot, deltas
     )
-    return Loaded(record, record_seq, view, read_bytes, snapshot, deltas)
+    return LoadedView(view=view, read_bytes=read_bytes, snapshot=snapshot, deltas=deltas)
 
 
 async def _load_from_older(
     context: RunContext,
-    record: wire.Record,
+    record: wire.AnyRecord,
     record_seq: int,
     error: ObjectMissingError | IntegrityError,
-) -> Loaded:
+) -> LoadedView:
     """Loads `record`'s view from an older snapshot than the one that the record names.
 
     `error` is why the record's snapshot, or a delta, could not be read.
@@ -124,7 +153,7 @@ async def _load_from_older(
         )
         deltas = tuple(after.record.delta for after in since if after.record.delta is not None)
         with contextlib.suppress(ObjectMissingError, IntegrityError):
-            return await _load(context, record, record_seq, basis.record.snapshot, deltas)
+            return await _load(context, record, basis.record.snapshot, deltas)
     if isinstance(error, ObjectMissingError):
         what = f"version {record.version} of fragment {record.fragment}"
         raise lost_for_good(what, error) from error
@@ -143,7 +172,9 @@ class Older(NamedTuple):
     since: list[Recorded]
 
 
-async def older_snapshot(context: RunContext, record: wire.Record, record_seq: int) -> Older | None:
+async def older_snapshot(
+    context: RunContext, record: wire.AnyRecord, record_seq: int
+) -> Older | None:
     """Returns the newest stored version before `record.snapshot_version`, with the versions since.
 
     Every version between the stored version and `record` was made by a merge, so that deltas, or

@@ -145,8 +145,9 @@ class Bandwidth(NamedTuple):
 class Daily(NamedTuple):
     """Totals of a day, over all learners and the aggregator; without deletions and rejoins.
 
-    A record larger than `wire.RECORD_BYTES` is stored as an object. Its object and requests are
-    counted as such, but its bytes only in `tape_bytes` and `record_reads`.
+    A record larger than `wire.RECORD_BYTES` is stored as an object, of which a learner reads its
+    own answers, once for each update. The object and these requests are counted as such, but the
+    bytes only in `tape_bytes` and `record_reads`.
 
     Attributes:
         objects_written: objects written to the store.
@@ -157,7 +158,8 @@ class Daily(NamedTuple):
         bytes_merged: bytes of updates, which the aggregator reads; part of `bytes_read`.
         records: the number of records.
         tape_bytes: bytes of manifests and records.
-        record_reads: bytes of records that learners read; each learner reads every record.
+        record_reads: bytes that learners read of records: of those in objects, the word of each,
+            and the answers to their own updates.
     """
 
     objects_written: float
@@ -541,19 +543,24 @@ def _daily(sized: RoundTraffic, rounds: RoundTotals, learners: int) -> Daily:
     snapshots = each / sized.snapshot_interval_versions
     updates = each * rounds.participants
     record_bytes = plan_traffic.record_bytes(sized, learners, rounds.participants)
+    records = each * sized.fragments
     # A record that is too large for a message is an object.
-    objects = each * sized.fragments * (2 if record_bytes > wire.RECORD_BYTES else 1)
+    stored = records if record_bytes > wire.RECORD_BYTES else 0.0
+    answers = updates * sized.fragments if stored else 0.0
+    read_bytes = plan_traffic.WORD_BYTES if stored else record_bytes
     return Daily(
-        objects_written=updates * sized.update_objects + objects + snapshots * 2 * sized.fragments,
-        objects_read=updates * sized.update_objects + learners * objects,
-        gets=updates * sized.update_gets
-        + learners * (objects + each * (sized.delta_gets - sized.fragments)),
+        objects_written=updates * sized.update_objects
+        + records
+        + stored
+        + snapshots * 2 * sized.fragments,
+        objects_read=updates * sized.update_objects + learners * records + answers,
+        gets=updates * sized.update_gets + learners * each * sized.delta_gets + answers,
         bytes_written=updates * sized.update_bytes
         + each * sized.delta_bytes
         + snapshots * sized.snapshot_bytes,
         bytes_read=updates * sized.update_bytes + each * learners * sized.delta_bytes,
         bytes_merged=updates * sized.update_bytes,
-        records=each * sized.fragments,
+        records=records,
         tape_bytes=each * plan_traffic.tape_bytes(sized, learners, rounds.participants),
-        record_reads=each * learners * sized.fragments * record_bytes,
+        record_reads=learners * records * read_bytes + answers * plan_traffic.ANSWERS_BYTES,
     )

@@ -164,8 +164,7 @@ class Redactor:
             if record is None:
                 payload = self._body(message.payload)
                 return message._replace(subject=subject, payload=payload), b""
-            body = self._body(record)
-            payload = self._pointer(message.payload, body)
+            payload, body = self._pointer(message.payload, record)
         except (ValueError, msgpack.UnpackException, DilocoError):
             # An unreadable payload may hold any name.
             return message._replace(subject=subject, payload=b"redacted"), b""
@@ -192,11 +191,18 @@ class Redactor:
         self._digests[was] = record_digest(wire.decode(wire.Record, packed))
         return packed
 
-    def _pointer(self, payload: bytes, body: bytes) -> bytes:
-        """Returns the payload of a message that points to a record, for the record's new bytes."""
-        fields = self._map(msgpack.unpackb(payload, max_ext_len=0))
-        fields["body"] = _ref(fields["body"]["name"], body)
-        return bytes(msgpack.packb(fields))
+    def _pointer(self, payload: bytes, data: bytes) -> tuple[bytes, bytes]:
+        """Returns the payload of a message that points to a record, and the object's new bytes."""
+        pointer = wire.decode(wire.RecordPointer, payload)
+        body = self._body(data[: pointer.answers.start])
+        record = wire.decode(wire.Record, body)
+        told, answers = wire.with_answers(record, body)
+        again = {
+            "word": wire.word_of(record),
+            "body": wire.ObjectRef(**_ref(self.path(pointer.body.name), told)),
+            "answers": answers,
+        }
+        return wire.encode(pointer.model_copy(update=again)), told
 
     def positions(self, name: str, data: bytes) -> tuple[str, bytes]:
         """Redacts the object with data positions: returns its new name and bytes.

@@ -1,10 +1,11 @@
-"""Reads a run's records, and fetches versions onto a learner's devices, in order per fragment.
+"""Reads the words of records, and fetches versions onto devices, in order per fragment.
 
 A record is given to the training loop only when its tensors are verified and on the devices of all
 hosts, so that the adoption at a step boundary is quick. Records that wait are fetched together
 (`catchup.py`), and no more is decoded than the devices have room for (`Room`). If an object was
 deleted by garbage collection meanwhile, or a record builds on another view than the learner's, the
-learner loads the newest view.
+learner loads the newest view. While an update of a fragment waits for its answer, the answers to
+this learner are read with each record of the fragment.
 """
 
 import asyncio
@@ -26,9 +27,25 @@ from diloco.common.protocol.errors import (
     WireError,
 )
 from diloco.common.storage.bus import Message
-from diloco.common.storage.catchup import Adopted, Change, FetchMove, UnfetchedRecord, next_move
+from diloco.common.storage.catchup import (
+    NO_ANSWER,
+    Adopted,
+    Change,
+    FetchMove,
+    UnfetchedRecord,
+    next_move,
+)
 from diloco.common.storage.store import CachedStore
-from diloco.common.storage.tape import decode_as, get_object, parse_changed, read_record
+from diloco.common.storage.tape import (
+    RecordedWord,
+    decode_as,
+    get_object,
+    last_word,
+    lost_for_good,
+    parse_changed,
+    read_answer,
+    read_word,
+)
 from diloco.common.storage.views import Loaded, assemble_view, load_view
 from diloco.learner.background import Context, NoOtherHosts
 from diloco.learner.core.events import (
@@ -118,7 +135,7 @@ def start_at(loaded: Loaded) -> Start:
         record.view_digest,
         loaded.record_seq,
         record.global_step,
-        record.policy.floor,
+        record.floor,
     )
 
 
@@ -240,6 +257,7 @@ class Receiver:
             for fragment, at in enumerate(starts)
             if at is not None
         }
+        self._resolved = dict.fromkeys(self._adopted, 0)
         self._queues = {fragment: asyncio.Queue[Message]() for fragment in self._adopted}
         self._of_all = len(self._adopted) == len(starts)
         largest = max(context.layout.fragments[fragment].size for fragment in self._adopted)
@@ -307,15 +325,27 @@ class Receiver:
         self._ahead_s = min(self._ahead_s, context.runtime.clock() - message.time_s)
         made_at_s = message.time_s + self._ahead_s
         try:
-            record = await context.runtime.retry(
-                "reading a version",
-                lambda: read_record(context, message),
-                logger=context.logger,
+            told = read_word(context, message)
+            answer = await context.runtime.retry(
+                "reading a verdict", lambda: self._answer(told), logger=context.logger
             )
         except (ObjectMissingError, IntegrityError) as error:
             context.logger.warning("record_skipped", record_seq=message.seq, why=error.message)
             return UnfetchedRecord(message.seq, None, made_at_s)
-        return UnfetchedRecord(message.seq, record, made_at_s)
+        return UnfetchedRecord(message.seq, told.word, made_at_s, answer)
+
+    async def _answer(self, told: RecordedWord) -> wire.Answer:
+        """Returns a record's answer to this life; does not read it if no update waits for one.
+
+        Raises:
+            ObjectMissingError, IntegrityError: as `read_answer`.
+        """
+        context, fragment = self._context, told.word.fragment
+        # An update is noted as announced before its manifest can be on the tape: a record that
+        # answers it comes later. And it waits until the training loop has its answer.
+        if context.announced.get(fragment, 0) <= self._resolved[fragment]:
+            return NO_ANSWER
+        return await read_answer(context, told, context.learner, self._incarnation)
 
     async def _take(
         self, fragment: int, move: FetchMove | None, covered: Sequence[UnfetchedRecord]
@@ -340,13 +370,13 @@ class Receiver:
             except (ObjectMissingError, IntegrityError) as error:
                 why = error.message
             else:
-                self._hand_over(newest.record_seq, newest.record, covered, payload)
+                self._hand_over(newest.record_seq, newest.record, covered, payload, newest.answer)
                 return newest.record_seq
         else:
             why = f"record {newest.record_seq} cannot be read"
         self._context.logger.warning("reloading", fragment=fragment, why=why)
-        loaded, payload = await self._reload(fragment, newest.record_seq)
-        self._hand_over(loaded.record_seq, loaded.record, covered, payload)
+        loaded, payload, answer = await self._reload(fragment, newest.record_seq)
+        self._hand_over(loaded.record_seq, loaded.record, covered, payload, answer)
         return loaded.record_seq
 
     async def _moved(self, move: FetchMove) -> Decoded:
@@ -383,7 +413,7 @@ class Receiver:
             raise
         return tensors
 
-    async def _reload(self, fragment: int, record_seq: int) -> tuple[Loaded, Decoded]:
+    async def _reload(self, fragment: int, record_seq: int) -> tuple[Loaded, Decoded, wire.Answer]:
         """Loads the newest view of a fragment onto the devices of all hosts.
 
         Retries with growing pauses while a replica of the stream lags or a host cannot read the
@@ -394,33 +424,53 @@ class Receiver:
             record_seq: the view must be of this record or a later one.
 
         Returns:
-            The loaded version, and its tensors on this host's devices. There are no tensors if the
-            view is the adopted one, since that would overwrite the training since its adoption.
+            The loaded version, its tensors on this host's devices, and its record's answer. There
+            are no tensors if the view is the adopted one, since that would overwrite the training
+            since its adoption.
 
         Raises:
             HostFetchError: a host could not read the view for long.
         """
         context = self._context
 
-        async def attempt() -> tuple[Loaded, Any]:
+        async def attempt() -> tuple[Loaded, Any, wire.Answer]:
             loaded = await load(context, fragment)
             if loaded.record_seq < record_seq:
                 raise StaleReadError(
                     f"fragment {fragment} was read up to record {loaded.record_seq}, but the tape "
                     f"has record {record_seq}: a replica lags behind"
                 )
+            answer = await self._newest_answer(loaded.told)
             stays = known == (loaded.record.version, loaded.record.view_digest)
-            return loaded, None if stays else await self._spread(loaded)
+            return loaded, None if stays else await self._spread(loaded), answer
 
         known = self._adopted[fragment][1:]
-        loaded, tensors = await context.runtime.retry(
+        loaded, tensors, answer = await context.runtime.retry(
             "loading a version", attempt, logger=context.logger
         )
         if tensors is None:
-            return loaded, NOTHING
+            return loaded, NOTHING, answer
         size_bytes = _FLOAT32_BYTES * context.layout.fragments[fragment].size
         self._room.take(size_bytes)
-        return loaded, self._decoded(tensors, size_bytes)
+        return loaded, self._decoded(tensors, size_bytes), answer
+
+    async def _newest_answer(self, told: RecordedWord) -> wire.Answer:
+        """Returns the answer of a fragment's newest record to this life.
+
+        Raises:
+            StaleReadError: the record was collected meanwhile, so there is a newer one.
+            ObjectLostError: the record is the newest one, and its object is gone.
+            IntegrityError: its object is damaged.
+        """
+        context = self._context
+        try:
+            return await self._answer(told)
+        except ObjectMissingError as error:
+            newest = await last_word(context, told.word.fragment)
+            what = f"record {told.record_seq} of fragment {told.word.fragment}"
+            if newest.record_seq == told.record_seq:
+                raise lost_for_good(what, error) from error
+            raise StaleReadError(f"{what} was collected while it was read") from error
 
     async def _spread(self, loaded: Loaded) -> Any:
         """Puts a loaded view on the devices of all hosts; returns this host's tensors.
@@ -443,37 +493,28 @@ class Receiver:
     def _hand_over(
         self,
         record_seq: int,
-        record: wire.Record,
+        record: wire.RecordWord,
         covered: Sequence[UnfetchedRecord],
         payload: Decoded,
+        answer: wire.Answer,
     ) -> None:
         context, fragment = self._context, record.fragment
         before = self._adopted[fragment].version
         self._adopted[fragment] = Adopted(record_seq, record.version, record.view_digest)
         context.logger.debug("arrived", fragment=fragment, version=record.version, what=record.what)
-        read = [one.record for one in covered if one.record is not None]
-        resolved = [
-            mark.seq
-            for one in (*read, record)
-            for mark in one.policy.marks
-            if mark.learner == context.learner and mark.incarnation == self._incarnation
-        ]
-        merged = [
-            taken.seq
-            for one in (*read, record)
-            for taken in one.inputs
-            if taken.learner == context.learner and taken.incarnation == self._incarnation
-        ]
+        answers = [answer, *(one.answer for one in covered)]
+        resolved_seq = max(each.resolved_seq for each in answers)
+        self._resolved[fragment] = max(self._resolved[fragment], resolved_seq)
         ready = Ready(
             fragment=fragment,
             record_seq=record_seq,
             version=record.version,
             view_digest=record.view_digest,
             global_step=record.global_step,
-            resolved_seq=max(resolved, default=0),
+            resolved_seq=resolved_seq,
             # Also when a jump skipped the record of the rollback itself.
-            rolled_back=record.policy.floor > before,
-            merged_seq=max(merged, default=0),
+            rolled_back=record.floor > before,
+            merged_seq=max(each.merged_seq for each in answers),
             made_at_s=covered[-1].made_at_s,
         )
         self._post(ready, payload)

@@ -300,6 +300,7 @@ class Publisher:
         if outgoing.covered is not None:
             await outgoing.covered()
         self._manifests[send.fragment] = manifest
+        context.announced[send.fragment] = send.seq
         stored_at_s = context.runtime.clock()
         await self._announce(manifest)
         context.traffic.updates_sent += 1

@@ -290,7 +290,7 @@ class Checkers:
         found = decode(message.subject, message.payload)
         if isinstance(found, wire.RecordPointer):
             self._world.injected["bodies"] += 1
-            found = wire.decode(wire.Record, self._stored.get(found.body.name))
+            found = wire.record_in_object(found, self._stored.get(found.body.name))
         assert isinstance(found, wire.Record)
         return found
 

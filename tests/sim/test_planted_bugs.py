@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import struct
 from unittest import mock
 
 import pytest
@@ -214,9 +215,24 @@ def pointer_before_its_body():
     return mock.patch("diloco.aggregator.owner.committer.store_version_object", store)
 
 
+def answer_to_any_life():
+    """A learner takes the answer to another life of its name for the answer to its own."""
+
+    def any_life(_pointer, data, learner, _incarnation):
+        slots = struct.iter_unpack("<40sQQQ", data[:-4])
+        name = learner.encode().ljust(40, b"\0")
+        return wire.Answer(*max((slot[2:] for slot in slots if slot[0] == name), default=(0, 0)))
+
+    return mock.patch("diloco.common.protocol.wire.answer_in", any_life)
+
+
 def epoch_of_records_unchecked():
     """An aggregator goes on with the tape that has come in place of its own."""
-    return mock.patch("diloco.common.storage.tape.run.check_record", return_value=None)
+    unchecked = contextlib.ExitStack()
+    for reader in ("run", "words"):
+        patch = mock.patch(f"diloco.common.storage.tape.{reader}.check_record", return_value=None)
+        unchecked.enter_context(patch)
+    return unchecked
 
 
 def epoch_of_manifests_unchecked():
@@ -428,6 +444,7 @@ BUGS = {
     shards_of_others: (("hostile",), {"fooled", "stopped", "breaks"}),
     steps_believed: (("hostile",), {"fooled"}),
     pointer_before_its_body: (("bodies", "delay"), {"readable"}),
+    answer_to_any_life: (("bodies", "crash"), {"data", "ends", "resolved"}),
     epoch_of_records_unchecked: (("resume", "outlived"), {"chain", "breaks"}),
     epoch_of_manifests_unchecked: (("hostile",), {"fooled", "resolved"}),
     epoch_not_asked_for: (("resume",), {"breaks", "chain", "ends"}),
@@ -454,6 +471,7 @@ BUGS = {
 
 # Tried first: seeds that found these before, after tens of others.
 FOUND_BY = {
+    answer_to_any_life: 11,
     deaf_to_newer_joins: 20,
     position_from_any_replica: 5,
     unreadable_record_passed_over: 28,

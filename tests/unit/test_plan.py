@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from bench.rounds import record
 from diloco.aggregator.core import events, machine
 from diloco.common.process.config import load_config, parse_settings
-from diloco.common.protocol import wire
+from diloco.common.protocol import names, wire
 from diloco.common.protocol.codecs import encoded_bytes
 from diloco.common.protocol.errors import ConfigError
 from diloco.common.storage.store.gcs.bucket import PART_BYTES
@@ -692,13 +692,36 @@ def test_each_learner_pays_for_every_record_from_the_place_of_the_bus():
     assert found[0].records == pytest.approx(gib * (0.02 + 0.05))
 
 
-def test_a_large_record_is_an_object_that_every_learner_asks_for(monkeypatch):
+@pytest.mark.parametrize("learners", [1000, 4000])
+def test_bytes_of_words_and_answers_are_those_of_real_ones(learners):
+    made = record(learners, learners)
+
+    def ref(what: str) -> wire.ObjectRef:
+        name = names.version_object("a-run-of-12b", 17, 1234, what, "0" * 32)
+        return wire.ObjectRef(name=name, size_bytes=1 << 28, crc32c=1 << 31)
+
+    # Half of the versions between two stored views.
+    deltas = (ref("delta"),) * (run_settings().sync.snapshot_interval_versions // 2)
+    real = made.model_copy(update={"snapshot": ref("view"), "deltas": deltas, "delta": deltas[0]})
+    _, answers = wire.with_answers(real, wire.encode(real))
+    pointer = wire.RecordPointer(
+        word=wire.word_of(real), body=ref("record"), answers=answers, attempt_id="0" * 32
+    )
+    start, stop = wire.answers_range(pointer, "learner-7")
+    assert len(wire.encode(pointer)) == pytest.approx(plan_traffic.WORD_BYTES, rel=0.1)
+    assert stop - start == pytest.approx(plan_traffic.ANSWERS_BYTES, rel=0.2)
+
+
+def test_a_large_record_is_an_object_in_which_each_learner_reads_its_own_answers(monkeypatch):
     small = small_plan()
     monkeypatch.setattr(wire, "RECORD_BYTES", 1000)
     large = small_plan()
     records = small.daily.records
     assert large.daily.objects_written == pytest.approx(small.daily.objects_written + records)
-    assert large.daily.gets == pytest.approx(small.daily.gets + 4 * records)
+    assert large.daily.gets == pytest.approx(small.daily.gets + large.participants * records)
+    words = 4 * records * plan_traffic.WORD_BYTES
+    answers = large.participants * records * plan_traffic.ANSWERS_BYTES
+    assert large.daily.record_reads == pytest.approx(words + answers)
 
 
 def test_the_cheapest_is_first_and_prices_decide_it():

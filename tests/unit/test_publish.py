@@ -38,10 +38,12 @@ class PausedBus(MemoryBus):
     def __init__(self) -> None:
         super().__init__()
         self.held = []
+        self.waits = asyncio.Event()
 
     async def publish(self, subject, payload, **how):
         if ".update." in subject:
             self.held.append(asyncio.get_running_loop().create_future())
+            self.waits.set()
             await self.held[-1]
         return await super().publish(subject, payload, **how)
 
@@ -59,8 +61,8 @@ def make_context(bus):
     )  # fmt: skip
 
 
-async def make_publisher(bus):
-    context = make_context(bus)
+async def make_publisher(bus, context=None):
+    context = context or make_context(bus)
     uploader = Uploader(context, Replica(context.settings.sync, LAYOUT, LIKE, VIEWS))
     life = await join(context, "here")
     return Publisher(context, lambda event, payload=None: None, uploader, NoOtherHosts(), life)
@@ -90,6 +92,23 @@ class HeardBus(MemoryBus):
                 await super().publish(subject, payload, msg_id=msg_id, **how)
                 raise BusUnavailableError("the answer is lost")
         return await super().publish(subject, payload, msg_id=msg_id, **how)
+
+
+def test_an_update_waits_for_its_answer_before_its_manifest_can_be_on_the_tape(run_async):
+    """So that no record which answers it is taken for one that does not concern the learner."""
+
+    async def scenario() -> None:
+        bus = PausedBus()
+        await bus.create_stream(names.tape_stream("r"), ["diloco.r.>"], StreamLimits())
+        context = make_context(bus)
+        publisher = await make_publisher(bus, context)
+        sending = asyncio.ensure_future(publisher.send(outgoing(1, 1)))
+        await bus.waits.wait()
+        assert context.announced == {1: 1}
+        bus.held[0].set_result(None)
+        await sending
+
+    run_async(scenario())
 
 
 def test_no_id_of_a_message_tells_that_of_another(run_async):

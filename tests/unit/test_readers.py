@@ -24,6 +24,7 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.storage.bus import MemoryBus, Message
 from diloco.common.storage.catchup import Adopted, UnfetchedRecord, next_move
+from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import records_of
 from diloco.common.storage.views import load_view
 from diloco.learner.background import Context as LearnerContext
@@ -91,7 +92,7 @@ def test_a_view_whose_snapshot_is_lost_is_had_from_the_one_before(run_async, los
         with capture_logs() as logs:
             loaded = await load_view(lab.context, 0)
         assert shards.digest(loaded.view) == record.view_digest
-        assert loaded.record == record
+        assert loaded.record == wire.word_of(record)
         (skipped,) = [entry for entry in logs if entry["event"] == "snapshot_skipped"]
         assert (skipped["version"], skipped["instead"]) == (9, 6)
 
@@ -113,7 +114,7 @@ def test_a_record_that_is_lost_too_costs_what_stands_before_it(
         lose(lab, next(r.body for r in await lab.records() if r.record.version == record), loss)
         lose(lab, getattr(newest, part), "gone")
         if helps:
-            assert (await read(lab.context, 0)).record == newest
+            assert wire.word_of((await read(lab.context, 0)).record) == wire.word_of(newest)
         else:
             with pytest.raises(IntegrityError, match=getattr(newest, part).name):
                 await read(lab.context, 0)
@@ -353,6 +354,8 @@ class Followed:
             store=context.store,
             runtime=context.runtime,
             logger=context.logger,
+            # The lab sends updates in its name, of which each may be on the tape at any time.
+            announced=dict.fromkeys(range(len(context.layout.fragments)), wire.GREATEST),
         )
         if of is not None:
             self._begin(of.replica, of.starts)
@@ -623,9 +626,9 @@ def test_a_delta_leads_on_only_from_the_view_that_it_was_made_from(run_async):
     async def scenario() -> None:
         lab = await made(SNAPSHOT_EVERY + 2)
         records = [(at.record_seq, at.record) for at in await lab.records()]
-        (seq, base), *later = records[SNAPSHOT_EVERY:]
-        waiting = [UnfetchedRecord(*one) for one in later]
-        adopted = Adopted(seq, base.version, base.view_digest)
+        (base_seq, base), *later = records[SNAPSHOT_EVERY:]
+        waiting = [UnfetchedRecord(seq, wire.word_of(record)) for seq, record in later]
+        adopted = Adopted(base_seq, base.version, base.view_digest)
         step, newest = next_move(adopted, waiting), later[-1][1]
         assert step is not None
         assert (step.covers, step.change.snapshot, step.change.deltas) == (
@@ -697,7 +700,68 @@ def test_objects_that_were_lost_take_no_room_from_later_versions(run_async):
             newest += SNAPSHOT_EVERY
             with capture_logs() as logs:
                 assert (await followed.follow_to(lab, newest))[-1] == (newest, PendingView)
+            # Later records, whose answers were read already, are jumped over.
+            assert followed.readies[-1][0].resolved_seq == newest
             assert [entry["event"] for entry in logs if entry["event"] == "reloading"]
+
+    run_async(scenario())
+
+
+class ReadStore:
+    """A store that notes which records' objects are read: whole, or a range of how many bytes."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self.whole: list[str] = []
+        self.ranges: list[int] = []
+
+    def get(self, name, *limits):
+        self.whole += [name] if "-record-" in name else []
+        return self._store.get(name, *limits)
+
+    def get_range(self, name, start, stop):
+        self.ranges += [stop - start] if "-record-" in name else []
+        return self._store.get_range(name, start, stop)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_learner_reads_of_an_object_its_own_answers_while_an_update_waits(
+    run_async, monkeypatch, waits
+):
+    monkeypatch.setattr(wire, "RECORD_BYTES", 100)
+
+    async def scenario() -> None:
+        lab = await made(1)
+        followed, store = Followed(lab), ReadStore(lab.store)
+        followed.context = replace(followed.context, store=store)
+        await followed.load()
+        assert (store.whole, store.ranges) == ([], [])
+        await more(lab, 1)
+        if not waits:
+            followed.context.announced.clear()
+        assert await followed.follow_to(lab, 2) == [(2, Delta)]
+        assert store.whole == []
+        assert store.ranges == [64 + 4] * waits
+        ((ready, _),) = followed.readies
+        assert (ready.resolved_seq, ready.merged_seq) == ((2, 2) if waits else (0, 0))
+
+    run_async(scenario())
+
+
+def test_an_answer_whose_object_is_gone_comes_with_the_next_record(run_async, monkeypatch):
+    monkeypatch.setattr(wire, "RECORD_BYTES", 100)
+
+    async def scenario() -> None:
+        lab = await made(SNAPSHOT_EVERY)
+        held = PausedBus(lab.bus)
+        followed = Followed(lab, held)
+        await followed.load()
+        await more(lab, 2)
+        first, second = (await lab.records())[-2:]
+        lab.remove([first.body])
+        held.until_seq = second.record_seq
+        await followed.follow_to(lab, second.record.version)
+        assert followed.readies[-1][0].resolved_seq == second.record.version
 
     run_async(scenario())
 

@@ -60,22 +60,34 @@ SUBJECTS: dict[type[wire.Body], str] = {
 OTHERS = {"run": "s", "learner": "b", "fragment": 4, "life": "f" * 32}
 
 
+def naming(message: wire.Body, **said) -> wire.Body:
+    """A message with other names; a pointer to a record has them in its word."""
+    if isinstance(message, wire.RecordPointer):
+        said = {"word": message.word.model_copy(update=said)}
+    return message.model_copy(update=said)
+
+
+def named(body: type[wire.Body]) -> list[str]:
+    """The fields of a message that are names."""
+    fields = wire.RecordWord if body is wire.RecordPointer else body
+    return [name for name in OWN if name in fields.model_fields]
+
+
 def own(body: type[wire.Body]) -> wire.Body:
     """A message with the names of its subject."""
-    named = {name: value for name, value in OWN.items() if name in body.model_fields}
-    return EXAMPLES[body].model_copy(update=named)
+    return naming(EXAMPLES[body], **{name: OWN[name] for name in named(body)})
 
 
 def checked(body: type[wire.Body]) -> list[str]:
     """The fields of a message that its subject has too."""
     subject = names.parse_subject(SUBJECTS[body])
-    return [f for f in OWN if f in body.model_fields and getattr(subject, f) is not None]
+    return [field for field in named(body) if getattr(subject, field) is not None]
 
 
 def test_every_message_of_a_stream_has_a_subject_here():
     objects = {wire.CheckpointFile, wire.Positions, wire.Score}
     assert SUBJECTS.keys() == EXAMPLES.keys() - objects
-    assert sum(len(checked(body)) for body in SUBJECTS) == 23
+    assert sum(len(checked(body)) for body in SUBJECTS) == 24
 
 
 @pytest.mark.parametrize("body", SUBJECTS, ids=lambda body: body.kind)
@@ -89,7 +101,7 @@ def test_a_message_is_decoded_as_its_subject_says(body):
     ("body", "field"), [(body, field) for body in SUBJECTS for field in checked(body)]
 )
 def test_a_message_that_names_another_than_its_subject_is_refused(body, field):
-    message = own(body).model_copy(update={field: OTHERS[field]})
+    message = naming(own(body), **{field: OTHERS[field]})
     with pytest.raises(WireError) as caught:
         decode(SUBJECTS[body], wire.encode(message))
     assert caught.value.reason is Reason.SENDER
@@ -192,7 +204,11 @@ def test_what_is_none_of_the_protocol_is_an_item_of_its_own(lab):
     assert "another attempt's" in stolen.why
 
 
-FAULTS = {"gone": "no object", "damaged": "crc32c", "of another fragment": "names fragment 1"}
+FAULTS = {
+    "gone": "no object",
+    "damaged": "crc32c",
+    "of another fragment": "the word on the tape is not that of the record",
+}
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
@@ -201,13 +217,15 @@ def test_the_body_of_a_large_record_is_fetched(lab, fault):
         record, _ = await lab.newest(0)
         fragment = int(fault == "of another fragment")
         own = {"fragment": fragment, "attempt_id": "new"}
-        body = wire.encode(record.model_copy(update=own))
+        large = record.model_copy(update=own)
+        body, answers = wire.with_answers(large, wire.encode(large))
         ref = wire.ObjectRef(name=f"{RUN}/body", size_bytes=len(body), crc32c=crc32c(body))
         if fault != "gone":
             lab.store.put(ref.name, body)
         if fault == "damaged":
             lab.damage(ref)
-        said = wire.RecordPointer(fragment=0, body=ref, attempt_id="new")
+        word = wire.word_of(large).model_copy(update={"fragment": 0})
+        said = wire.RecordPointer(word=word, body=ref, answers=answers, attempt_id="new")
         await lab.bus.publish(names.record(RUN, 0), wire.encode(said), msg_id="new")
         return (await items(lab))[-1]
 

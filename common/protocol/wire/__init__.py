@@ -50,12 +50,24 @@ from diloco.common.protocol.wire.manifests_and_records import (
     Observation,
     PolicyState,
     Record,
-    RecordPointer,
     Rejected,
     Shard,
     Slice,
     Totals,
+)
+from diloco.common.protocol.wire.record_words import (
+    Answer,
+    AnswerTable,
+    AnyRecord,
+    RecordPointer,
+    RecordWord,
+    answer_in,
+    answers_of,
+    answers_range,
     decode_record,
+    record_in_object,
+    with_answers,
+    word_of,
 )
 from diloco.common.protocol.wire.run import (
     LEARNER_STATES,

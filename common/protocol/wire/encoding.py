@@ -18,8 +18,9 @@ MESSAGE_BYTES = 1 << 20
 # an allowance, so they are no longer than their fields need.
 WORD_BYTES = 16 << 10
 LONG_WORD_BYTES = 64 << 10
-# The body of a record larger than this is stored as an object, so that streams stay small.
-RECORD_BYTES = 256 << 10
+# A record larger than this is stored as an object, so that streams stay small, and what a learner
+# reads of a record does not grow with the fleet.
+RECORD_BYTES = 64 << 10
 MAX_ITEMS = 1 << 16
 MAX_KEYS = 1 << 12
 # The most shards of an update, slices of a shard, and axes of a slice.

@@ -9,7 +9,6 @@ from diloco.common.protocol.wire.encoding import (
     MAX_AXES,
     MAX_SHARDS,
     MAX_SLICES,
-    MESSAGE_BYTES,
     Body,
     Count,
     Digest,
@@ -23,8 +22,6 @@ from diloco.common.protocol.wire.encoding import (
     Seconds,
     Several,
     Text,
-    parse,
-    unpack,
 )
 
 
@@ -337,12 +334,15 @@ class Totals(NestedRecord):
     )
 
 
+RecordWhat = Literal["version", "verdict", "restore", "restored"]
+
+
 class Record(Body):
     """Commits a version of a fragment, or verdicts alone, by a compare-and-swap on the tape."""
 
     kind: ClassVar[str] = "record"
     limit_bytes: ClassVar[int] = 64 << 20
-    what: Literal["version", "verdict", "restore", "restored"] = Field(
+    what: RecordWhat = Field(
         description="`verdict`: updates were rejected and there was nothing to publish;"
         " `restore`: a rollback; `restored`: the first record of an epoch after the"
         " first"
@@ -433,24 +433,3 @@ class Record(Body):
         description="after centered clipping: float32 per segment: the radius for the next round;"
         " 0: unknown",
     )
-
-
-class RecordPointer(Body):
-    """Stands on the tape for a record of more than 256 KiB, whose body is in an object."""
-
-    kind: ClassVar[str] = "record_pointer"
-    fragment: Count = Field(description="the fragment")
-    body: ObjectRef = Field(description="the record's message, whole")
-    attempt_id: str = Field(description="the record's")
-
-
-def decode_record(payload: bytes) -> Record | RecordPointer:
-    """Decodes a record, or the pointer that stands on the tape for a large record.
-
-    Raises:
-        WireError: as `encoding.decode`.
-    """
-    fields = unpack(payload, MESSAGE_BYTES)
-    if fields.get("kind") == RecordPointer.kind:
-        return parse(RecordPointer, fields)
-    return parse(Record, fields)

@@ -4,6 +4,7 @@
   the length of messages about updates.
 - `reader.py`: reads a whole tape, message by message.
 - `run.py`: a run's context, specification and settings, and the records of its fragments.
+- `words.py`: the words of records, and the answers to one learner.
 - `positions.py`: the data positions at which learners of earlier epochs continue.
 """
 
@@ -52,3 +53,4 @@ from diloco.common.storage.tape.run import (
     records_of,
     settings_at,
 )
+from diloco.common.storage.tape.words import RecordedWord, last_word, read_answer, read_word

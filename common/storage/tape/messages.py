@@ -64,7 +64,7 @@ def _decode(subject: str, payload: bytes) -> wire.Body:
         body: wire.Body = wire.decode_record(payload)
     else:
         body = wire.decode(_BODIES[parsed.kind], payload)
-    check_fits(subject, body)
+    check_fits(subject, body.word if isinstance(body, wire.RecordPointer) else body)
     return body
 
 
@@ -86,7 +86,7 @@ def decode_as(expected: type[T], subject: str, payload: bytes) -> T:
     return body
 
 
-def check_fits(subject: str, body: wire.Body) -> None:
+def check_fits(subject: str, body: wire.NestedRecord) -> None:
     """Compares run, learner, fragment and life in a body with those in its subject.
 
     Raises:

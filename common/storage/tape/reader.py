@@ -199,12 +199,12 @@ def _with_body(entry: Entry, pointer: wire.RecordPointer, store: ObjectStore) ->
     """Returns the entry with the record that `pointer` names as its body, or an `Unreadable`."""
     try:
         raw = get_object(store, pointer.body)
-        record = record_of(entry.subject, raw)
+        record = record_of(entry.subject, pointer, raw)
         _check_attempt(record, pointer.attempt_id)
     except (WireError, IntegrityError, ObjectMissingError) as error:
         seq, time_s, subject = entry[:3]
-        return Unreadable(seq, time_s, subject, pointer.fragment, error.message, pointer.body)
-    return entry._replace(body=record, stored=pointer.body, raw=raw)
+        return Unreadable(seq, time_s, subject, pointer.word.fragment, error.message, pointer.body)
+    return entry._replace(body=record, stored=pointer.body, raw=raw[: pointer.answers.start])
 
 
 def _check_attempt(body: wire.Record | wire.RecordPointer, attempt_id: str) -> None:

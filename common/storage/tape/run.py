@@ -414,13 +414,7 @@ async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, 
     """
     missed = 0
     while True:
-        message = await context.bus.last(context.tape, names.record(context.run, fragment))
-        if message is None:
-            raise RunIncompleteError(
-                f"run {context.run!r} has no record of fragment {fragment}: it is being created, or"
-                " was not created wholly",
-                hint="ask again in some seconds, or create it: diloco run create --config FILE",
-            )
+        message = await last_record_message(context, fragment)
         try:
             return await read_record(context, message), message.seq
         except ObjectMissingError as error:
@@ -429,6 +423,22 @@ async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, 
                     f"record {message.seq} of fragment {fragment}", error
                 ) from error
             missed = message.seq
+
+
+async def last_record_message(context: RunContext, fragment: int) -> Message:
+    """Returns the message with a fragment's newest record.
+
+    Raises:
+        RunIncompleteError: the fragment has no record: creating the run has not finished.
+    """
+    message = await context.bus.last(context.tape, names.record(context.run, fragment))
+    if message is None:
+        raise RunIncompleteError(
+            f"run {context.run!r} has no record of fragment {fragment}: it is being created, or"
+            " was not created wholly",
+            hint="ask again in some seconds, or create it: diloco run create --config FILE",
+        )
+    return message
 
 
 async def read_record(context: RunContext, message: Message) -> wire.Record:
@@ -453,24 +463,26 @@ def record_in(store: ObjectStore, subject: str, pointer: wire.RecordPointer) -> 
     """Reads a record from the object that `pointer`, a message of `subject`, names.
 
     Raises:
-        WireError: the object holds no record, or one of another run or fragment.
+        WireError: the object holds no record, or one of another run or fragment, or one that
+            contradicts the pointer.
         IntegrityError, ObjectMissingError: the object is damaged or gone.
     """
-    return record_of(subject, get_object(store, pointer.body))
+    return record_of(subject, pointer, get_object(store, pointer.body))
 
 
-def record_of(subject: str, body: bytes) -> wire.Record:
-    """Decodes the record in the bytes of an object that a message of `subject` names.
+def record_of(subject: str, pointer: wire.RecordPointer, data: bytes) -> wire.Record:
+    """Decodes the record in the bytes of the object that `pointer`, a message of `subject`, names.
 
     Raises:
-        WireError: the bytes hold no record, or one of another run or fragment.
+        WireError: the bytes hold no record, or one of another run or fragment, or one that
+            contradicts the pointer.
     """
-    record = wire.decode(wire.Record, body)
+    record = wire.record_in_object(pointer, data)
     check_fits(subject, record)
     return record
 
 
-def check_record(context: RunContext, found: wire.Record) -> None:
+def check_record(context: RunContext, found: wire.AnyRecord) -> None:
     """Refuses a record of another epoch or layout than those of `context`.
 
     Raises:

@@ -106,7 +106,7 @@ class Scorer:
         records, seqs = [item.record for item in loaded], [item.record_seq for item in loaded]
         return await self._score(records, seqs, [item.view for item in loaded])
 
-    async def of(self, records: Sequence[wire.Record], seqs: Sequence[int]) -> wire.Score:
+    async def of(self, records: Sequence[wire.AnyRecord], seqs: Sequence[int]) -> wire.Score:
         """Scores the views that records made.
 
         Args:
@@ -120,7 +120,7 @@ class Scorer:
         views = [await self._view(record) for record in records]
         return await self._score(records, seqs, views)
 
-    async def _view(self, record: wire.Record) -> np.ndarray:
+    async def _view(self, record: wire.AnyRecord) -> np.ndarray:
         """Returns the view that a record made, float32 [elements]; errors as `of`."""
         digest, view = self._views.get(record.fragment, ("", np.empty(0, np.float32)))
         if digest != record.view_digest:
@@ -135,7 +135,7 @@ class Scorer:
         return view
 
     async def _score(
-        self, records: Sequence[wire.Record], seqs: Sequence[int], views: Sequence[np.ndarray]
+        self, records: Sequence[wire.AnyRecord], seqs: Sequence[int], views: Sequence[np.ndarray]
     ) -> wire.Score:
         (figures, slices), text = await asyncio.to_thread(self._evaluate, views)
         if self._lm_eval is not None:

@@ -63,7 +63,7 @@ async def write_model(
     form: str,
     context: RunContext,
     views: Mapping[int, Vector],
-    records: Mapping[int, wire.Record],
+    records: Mapping[int, wire.AnyRecord],
     *,
     settings: RunSettings | None = None,
     dtype: str | None = None,
@@ -134,7 +134,7 @@ def _write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _about(context: RunContext, records: Mapping[int, wire.Record]) -> dict[str, Any]:
+def _about(context: RunContext, records: Mapping[int, wire.AnyRecord]) -> dict[str, Any]:
     ordered = [records[fragment] for fragment in sorted(records)]
     return {
         "run": context.run,
@@ -263,11 +263,11 @@ async def _export_run(
     dtype: str | None,
     merge: bool,
     learner: str | None,
-) -> dict[int, wire.Record]:
+) -> dict[int, wire.AnyRecord]:
     async with open_run(target, name="export", reads=True) as opened:
         context = opened.context
         views: dict[int, Vector] = {}
-        records: dict[int, wire.Record] = {}
+        records: dict[int, wire.AnyRecord] = {}
         at: dict[int, Recorded] = {}
         if version is not None:
             at = await find_targets(context, version, option="--version")
@@ -287,7 +287,7 @@ async def _export_run(
         return records
 
 
-async def _view_of(context: RunContext, record: wire.Record) -> Vector:
+async def _view_of(context: RunContext, record: wire.AnyRecord) -> Vector:
     try:
         return await load_version(context, record)
     except ObjectMissingError as error:

@@ -25,9 +25,9 @@ from diloco.common.protocol.errors import (
     StreamMissingError,
 )
 from diloco.common.protocol.layout import Layout, Piece
-from diloco.common.storage.tape import Recorded, RunContext
+from diloco.common.storage.tape import RunContext
 from diloco.run.cli.opening import OpenRun, open_run, run_config
-from diloco.run.model.follower import Advance, Follower, Lag
+from diloco.run.model.follower import Advance, Follower, Lag, Standing
 from diloco.run.model.load import piece_values
 from diloco.run.model.whole import FollowRules, check_rules
 
@@ -287,7 +287,7 @@ class Following:
         """Bytes of objects read since the run's present tape was opened."""
         return 0 if self._follower is None else self._follower.read_bytes
 
-    def standing(self) -> dict[int, Recorded]:
+    def standing(self) -> dict[int, Standing]:
         """Returns the record of every followed fragment's view, by fragment."""
         assert self._follower is not None
         return self._follower.standing()

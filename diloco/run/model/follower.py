@@ -26,13 +26,12 @@ from diloco.common.protocol.errors import (
 from diloco.common.storage.bus import Message
 from diloco.common.storage.catchup import UnfetchedRecord, next_move
 from diloco.common.storage.tape import (
-    Recorded,
     RunContext,
     effective_settings,
     first_message,
-    last_record,
+    last_word,
     parse_changed,
-    read_record,
+    read_word,
 )
 from diloco.common.storage.views import ViewStep, load_recorded, take_step
 from diloco.run.model.whole import (
@@ -41,7 +40,6 @@ from diloco.run.model.whole import (
     HeardRecord,
     choose_whole,
     following,
-    slim,
 )
 
 T = TypeVar("T")
@@ -65,6 +63,20 @@ class Lag(NamedTuple):
     seconds: float
 
 
+class Standing(NamedTuple):
+    """The record of a view.
+
+    Attributes:
+        record: the record's word.
+        record_seq: the record's stream sequence.
+        stored_at_s: when the stream stored the record, in seconds since the epoch.
+    """
+
+    record: wire.RecordWord
+    record_seq: int
+    stored_at_s: float
+
+
 class Advance(NamedTuple):
     """A change that a follower hands out: new views of one fragment or several.
 
@@ -79,8 +91,8 @@ class Advance(NamedTuple):
     encoded: Encoded | None = None
 
     @property
-    def records(self) -> tuple[wire.Record, ...]:
-        """The records of `heard`, without their sequences and times."""
+    def records(self) -> tuple[wire.RecordWord, ...]:
+        """The words of the records of `heard`, without their sequences and times."""
         return tuple(one.record for one in self.heard if one.record is not None)
 
 
@@ -141,11 +153,11 @@ class Follower:
         """Returns a fragment's view, float32 [elements]; valid until the next `advance`."""
         return self._of(fragment).view
 
-    def standing(self) -> dict[int, Recorded]:
+    def standing(self) -> dict[int, Standing]:
         """Returns the record of each fragment's view, by fragment."""
         found = {one.index: one.history[0] for one in self._fragments}
         return {
-            index: Recorded(heard.record, heard.record_seq, heard.stored_at_s)
+            index: Standing(heard.record, heard.record_seq, heard.stored_at_s)
             for index, heard in found.items()
             if heard.record is not None
         }
@@ -231,7 +243,7 @@ class Follower:
         if record.view_digest == given.view_digest and record.version == given.version:
             return False
         last = self.ended or record.final or record.version == self._rules.stay_at
-        back = record.policy.floor > given.version or record.version <= given.version
+        back = record.floor > given.version or record.version <= given.version
         return record.version - given.version >= self._rules.every or last or back
 
     def _refused(self, target: Sequence[HeardRecord]) -> bool:
@@ -297,7 +309,7 @@ class Follower:
         for one, its in moved:
             assert its.record is not None
             first = one.given.version < 0
-            back |= not first and its.record.policy.floor > one.given.version
+            back |= not first and its.record.floor > one.given.version
             heard.append(its)
         for one in self._fragments:
             if self._rules.whole or any(one is other for other, _ in moved):
@@ -389,10 +401,10 @@ class Follower:
             is not None
         )
         last = await asyncio.gather(
-            *(self._retry(partial(last_record, context, one.index)) for one in self._fragments)
+            *(self._retry(partial(last_word, context, one.index)) for one in self._fragments)
         )
-        for one, (record, seq) in zip(self._fragments, last, strict=True):
-            one.history = [HeardRecord(seq, record.closed_at_s, slim(record))]
+        for one, told in zip(self._fragments, last, strict=True):
+            one.history = [HeardRecord(told.record_seq, told.word.closed_at_s, told.word)]
         newest = [one.history[-1].record for one in self._fragments]
         if rules.stay_at is not None and all(
             record is not None and record.version > rules.stay_at for record in newest
@@ -410,7 +422,7 @@ class Follower:
         found = await find_versions(self._context, dict.fromkeys(self._rules.fragments, version))
         for one in self._fragments:
             at = found[one.index]
-            one.history = [HeardRecord(at.record_seq, at.stored_at_s, slim(at.record))]
+            one.history = [HeardRecord(at.record_seq, at.stored_at_s, wire.word_of(at.record))]
         self.ended = True
         self._rules = self._rules._replace(stay_at=None)
 
@@ -428,7 +440,7 @@ class Follower:
             subject = names.record(self._context.run, one.index)
             message = await first_message(self._context, subject, oldest.base_seq)
             if message.seq == oldest.base_seq:
-                one.history.insert(0, await self._heard(message))
+                one.history.insert(0, self._heard(message))
                 found = True
         return found
 
@@ -474,10 +486,10 @@ class Follower:
         last = self._fragments[-1]
         heard = next((one.record for one in reversed(last.history) if one.record is not None), None)
         try:
-            newest, _ = await self._retry(lambda: last_record(self._context, last.index))
+            newest = await self._retry(lambda: last_word(self._context, last.index))
         except _LOST:
             return False  # It is skipped when reading reaches it.
-        return heard is not None and newest.version - heard.version > MOST_BEHIND
+        return heard is not None and newest.word.version - heard.version > MOST_BEHIND
 
     async def _take(self, message: Message) -> None:
         match names.parse_subject(message.subject):
@@ -490,16 +502,16 @@ class Follower:
             case names.Subject(kind="record", fragment=int(fragment)) if (
                 fragment in self._rules.fragments
             ):
-                self._of(fragment).hear(await self._heard(message))
+                self._of(fragment).hear(self._heard(message))
             case _:
                 return
         self._moved.set()
 
-    async def _heard(self, message: Message) -> HeardRecord:
-        """Reads the record in a message; its `record` is None if the body is damaged or missing."""
-        record: wire.Record | None = None
+    def _heard(self, message: Message) -> HeardRecord:
+        """Reads the word in a message; its `record` is None if the message is damaged."""
+        record: wire.RecordWord | None = None
         try:
-            record = slim(await self._retry(lambda: read_record(self._context, message)))
+            record = read_word(self._context, message).word
         except _LOST as error:
             why = error.message
             self._context.logger.warning("record_skipped", record_seq=message.seq, why=why)

@@ -69,7 +69,7 @@ class LmEval(NamedTuple):
         context: RunContext,
         task: "Task",
         views: Sequence["np.ndarray"],
-        records: Sequence[wire.Record],
+        records: Sequence[wire.AnyRecord],
     ) -> dict[str, float]:
         """Returns metrics of the model that views make, by names that `metric_name` gives.
 

@@ -131,8 +131,8 @@ async def held_out_scorer(
     return lambda views: scores(task.evaluate(model.params(views))).losses()
 
 
-async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wire.Record]]:
-    """Returns the run's newest global parameters, and the records that made them, by fragment.
+async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wire.RecordWord]]:
+    """Returns the run's newest global parameters, and the words of their records, by fragment.
 
     Raises:
         DilocoError: bus or store are unreachable; an object is missing or damaged.

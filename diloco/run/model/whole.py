@@ -60,12 +60,12 @@ class HeardRecord(NamedTuple):
     Attributes:
         record_seq: the record's stream sequence.
         stored_at_s: when the server stored the record, in seconds since the epoch.
-        record: the record without its entries on learners (`slim`); None: it cannot be read.
+        record: the record's word; None: it cannot be read.
     """
 
     record_seq: int
     stored_at_s: float
-    record: wire.Record | None
+    record: wire.RecordWord | None
 
 
 @dataclass
@@ -106,7 +106,7 @@ class FollowedFragment:
         if len(self.history) > MOST_WAITING:
             del self.history[1 : MOST_WAITING // 2]
 
-    def adopt(self, newest: HeardRecord, record: wire.Record, view: np.ndarray) -> None:
+    def adopt(self, newest: HeardRecord, record: wire.RecordWord, view: np.ndarray) -> None:
         """Sets the view, and drops older records than the one that made it.
 
         Args:
@@ -117,15 +117,6 @@ class FollowedFragment:
         self.view = view
         self.adopted = Adopted(newest.record_seq, record.version, record.view_digest)
         self.history = [one for one in self.history if one.record_seq >= newest.record_seq]
-
-
-def slim(record: wire.Record) -> wire.Record:
-    """Returns a record without its entries on learners, which grow with the fleet."""
-    policy = record.policy.model_copy(
-        update={"members": (), "marks": (), "quarantined": (), "allowances": (), "credits": ()}
-    )
-    less = {"inputs": (), "rejected": (), "observations": (), "policy": policy}
-    return record.model_copy(update=less)
 
 
 def choose_whole(
@@ -185,7 +176,7 @@ def following(settings: RunSettings, newest: HeardRecord) -> float:
     return float("inf") if record.final else min(clock, settings.run.steps)
 
 
-def _record(heard: HeardRecord) -> wire.Record:
+def _record(heard: HeardRecord) -> wire.RecordWord:
     assert heard.record is not None
     return heard.record
 
