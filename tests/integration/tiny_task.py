@@ -22,7 +22,9 @@ HIDDEN = 384  # three fragments of several shards each
 BATCH = 8
 
 
-def build(*, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False, few=0, writes=False):
+def build(
+    *, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False, few=0, writes=False, rows=BATCH
+):
     """`odd` adds a scalar, an integer and a bool leaf; `uphill` has an optimizer of wrong sign.
 
     Data of `few` batches ends there. What `writes` samples the first number of its bias.
@@ -51,7 +53,7 @@ def build(*, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False, few=0,
 
     def batch_at(learner, position):
         rng = np.random.default_rng([seed, zlib.crc32(learner.encode()), position])
-        inputs = rng.normal(size=(BATCH, FEATURES)).astype(np.float32)
+        inputs = rng.normal(size=(rows, FEATURES)).astype(np.float32)
         return inputs, np.tanh(inputs @ truth)
 
     iterators = itertools.count()
@@ -79,7 +81,7 @@ def build(*, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False, few=0,
         batches=batches,
         evaluate=evaluate,
         sample=sample if writes else None,
-        tokens_per_batch=BATCH,
+        tokens_per_batch=rows,
         optimizer=optax.adam(0.01) if uphill else optax.scale_by_adam(),
         schedule=optax.constant_schedule(0.01),
     )

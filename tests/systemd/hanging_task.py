@@ -12,8 +12,8 @@ SLOW, HANG = Path("/run/slow"), Path("/run/hang")
 SLOW_S = 10.0
 
 
-def build(*, steps, seed):
-    task = tiny_task.build(steps=steps, seed=seed, sleep_s=0.0)
+def build(*, steps, seed, rows=tiny_task.BATCH):
+    task = tiny_task.build(steps=steps, seed=seed, rows=rows)
     batches = task.batches
 
     def held(learner, position):

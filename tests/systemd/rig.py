@@ -21,6 +21,8 @@ NATS = "nats-server.service"
 LOGS = "diloco-logs.service"
 WATCH = "diloco-watch.service"
 CHECKPOINT, GC = "diloco-checkpoint.service", "diloco-gc.service"
+# The tests' server in place of Google's storage.
+BUCKET, ORIGIN = "bucket.service", "http://127.0.0.1:9700"
 UNITS = Path("/etc/systemd/system")
 TESTS = Path("/opt/src/tests")
 CONFIG = """
@@ -192,6 +194,17 @@ def lay_out_boot():
     for source in Path("/opt/src/infra").glob("*.py"):
         (folder / source.name).write_text(source.read_text())
     return folder.parents[1]
+
+
+def serve_bucket():
+    """Start a server of the bucket `bucket`, which outlives this program."""
+    (UNITS / BUCKET).write_text(
+        "[Service]\nExecStart=/opt/diloco/bin/python /opt/src/tests/gcs_server.py /srv/bucket"
+        f" --bucket bucket --port {ORIGIN.rpartition(':')[2]}\n"
+    )
+    run("systemctl", "daemon-reload")
+    run("systemctl", "start", BUCKET)
+    until(lambda: ORIGIN in journal(BUCKET), "the bucket's server listens")
 
 
 def write_run_file(**instead):
