@@ -14,9 +14,9 @@ from diloco.common.process.nats_server import NatsServer
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _share_compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """All processes of all tests compile the tiny task once."""
-    COMPILED.path = tmp_path_factory.mktemp("compiled")
+def _share_compiled_programs() -> None:
+    """All processes of all workers' tests compile the tiny task once."""
+    COMPILED.path = Path(os.environ["TESTS_COMPILED"]) / "processes"
 
 
 @pytest.fixture(scope="session")
