@@ -1,5 +1,7 @@
 """The task of decoders that people have: its contract, its data, its first parameters."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,13 +104,13 @@ def test_random_parameters_predict_nothing(folders):
 
 def test_a_document_does_not_predict_the_next_and_does_not_see_it():
     config = parse_config(LLAMA, source="")
-    params = model.init_params(config, jax.random.key(0))
+    params = jax.jit(functools.partial(model.init_params, config))(jax.random.key(0))
     one, two = np.arange(4, 12), np.arange(40, 52)
     row = np.concatenate([one, [END], two])[None]
 
+    @functools.partial(jax.jit, static_argnums=1)
     def loss_of(row, end):
-        windows = jnp.asarray(row)
-        return loss_sums(config, params, windows, compute=model.DEFAULT, end=end).mean()
+        return loss_sums(config, params, row, compute=model.DEFAULT, end=end).mean()
 
     alone = loss_of(np.append(one, END)[None], None), loss_of(two[None], None)
     weights = [8, 11]

@@ -184,8 +184,8 @@ def life_alone(codec):
 @pytest.mark.parametrize(
     "codec",
     [
-        "float32",
         "int4",
+        pytest.param("float32", marks=pytest.mark.long),
         pytest.param("bfloat16", marks=pytest.mark.long),
         pytest.param("int8", marks=pytest.mark.long),
     ],

@@ -42,6 +42,13 @@ def run_settings(**sections):
     return parse_settings(base | merged)
 
 
+@pytest.fixture
+def short(monkeypatch):
+    """Few rounds and failures, where the claim is not of their number."""
+    monkeypatch.setattr(plan, "MOST_ROUNDS", 25)
+    monkeypatch.setattr(plan, "FAILURES", 300)
+
+
 # Outages
 
 
@@ -113,8 +120,9 @@ def test_a_job_of_new_lives_loses_what_was_not_sent_where_slices_fail():
     assert trace.uptime == pytest.approx(1000 / 1040, abs=0.01)
 
 
-def test_slices_of_the_runs_file_are_planned(tmp_path):
+def test_slices_of_the_runs_file_are_planned(tmp_path, monkeypatch):
     """A learner of several slices is between one that stops whole and one that loses nothing."""
+    monkeypatch.setattr(plan_intervals, "UPDATES", 1)  # which nothing is claimed of
 
     def goodput(*more, slices=1, snapshot_steps=0):
         file = tmp_path / f"run-{slices}.toml"
@@ -795,6 +803,7 @@ def test_a_longer_interval_costs_less_and_machines_stay():
     assert costs.at_interval(cheapest, 24, 48) == pytest.approx((cheapest.total + fixed) / 2)
 
 
+@pytest.mark.usefixtures("short")
 def test_a_table_of_prices_of_one_s_own(tmp_path):
     text = resources.files("diloco.plan").joinpath("prices.toml").read_text()
     file = tmp_path / "prices.toml"
@@ -835,6 +844,7 @@ def intervals_of(gbit, **sync):
     return plan_intervals.intervals(run_settings(sync=sync), fleet, 10**9, sizes_of)
 
 
+@pytest.mark.usefixtures("short")
 def test_the_smallest_h_is_the_one_whose_bytes_fit_the_link():
     found = intervals_of(0.3)
     assert [row.steps for row in found if not row.carried] == [6, 12]
@@ -847,11 +857,13 @@ def test_the_smallest_h_is_the_one_whose_bytes_fit_the_link():
     assert "it is 96 now" in plan_intervals.advice(found, 96)
 
 
+@pytest.mark.usefixtures("short")
 def test_a_link_may_be_too_slow_for_any_h():
     said = plan_intervals.advice(intervals_of(0.01), 24)
     assert "carry no H up to 96" in said
 
 
+@pytest.mark.usefixtures("short")
 def test_what_must_not_exceed_h_is_cut_to_fit():
     (found,) = [row for row in intervals_of(10.0, interval_steps=3, fragments=3, min_steps=3)
                 if row.steps == 3]  # fmt: skip
@@ -876,6 +888,7 @@ def invoke(*arguments):
     return result.output
 
 
+@pytest.mark.usefixtures("short")
 def test_the_plan_as_json():
     found = json.loads(
         invoke(
@@ -896,6 +909,7 @@ def test_the_plan_as_json():
     assert found["bandwidth"][-1]["lockstep"] is None
 
 
+@pytest.mark.usefixtures("short")
 def test_the_plan_as_tables():
     text = invoke("--chips", "1.2M", "--learners", "2", "--mtbi", "1y", "--gbit", "10")
     words = (
@@ -906,6 +920,7 @@ def test_the_plan_as_tables():
         assert word in text
 
 
+@pytest.mark.usefixtures("short")
 def test_a_plan_from_a_run_s_file(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(
@@ -921,6 +936,7 @@ def test_a_plan_from_a_run_s_file(tmp_path):
     assert found["systems"][2]["goodput"] == 1
 
 
+@pytest.mark.usefixtures("short")
 def test_the_picture(tmp_path):
     file = tmp_path / "new" / "plan.html"
     invoke("--json", "--chips", "1000", "--learners", "2", "--plot", str(file))
@@ -953,6 +969,7 @@ def test_what_cannot_be_understood_is_said(options, said):
         run_plan(PlanOptions(**options))
 
 
+@pytest.mark.usefixtures("short")
 def test_a_picture_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     for name, said in (("file/plan.html", "cannot write the page"), ("plan.png", "end in .html")):
@@ -1024,6 +1041,7 @@ def test_a_file_that_cannot_be_changed_stays_as_it_is(tmp_path, text, full, said
     assert file.read_text() == text
 
 
+@pytest.mark.usefixtures("short")
 def test_the_command_writes_it_and_says_so(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(RUN)
