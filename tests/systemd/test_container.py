@@ -41,7 +41,7 @@ def make_rootfs() -> None:
         part = ROOTFS.with_name(ROOTFS.name + ".part")
         subprocess.run(
             ["debootstrap", "--variant=minbase",
-             "--include=systemd,systemd-sysv,python3-minimal,libpython3-stdlib", "bookworm",
+             "--include=systemd,systemd-sysv,python3-minimal,libpython3-stdlib,nginx-light", "bookworm",
              str(part)],
             check=True,
         )  # fmt: skip

@@ -5,7 +5,7 @@
 #   run_units.sh ROOTFS UNITS_DIR DRIVER OUT_DIR [NSPAWN OPTIONS...]      (as root)
 #
 # ROOTFS     made once by: debootstrap --variant=minbase \
-#              --include=systemd,systemd-sysv,python3-minimal,libpython3-stdlib bookworm ROOTFS
+#              --include=systemd,systemd-sysv,python3-minimal,libpython3-stdlib,nginx-light bookworm ROOTFS
 # UNITS_DIR  *.service files; copied to /etc/systemd/system of a throw-away copy of ROOTFS
 # DRIVER     a script, run by a oneshot unit once the container is up; its output goes to OUT_DIR/driver.log,
 #            and it may write more to /out. The container is powered off when it ends.
