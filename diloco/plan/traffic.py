@@ -36,7 +36,7 @@ MANIFEST_BYTES, SHARD_BYTES = 600, 160
 RECORD_BYTES, LEARNER_BYTES, INPUT_BYTES = 1000, 345, 225
 # Bytes that a learner reads of a record in an object: its word on the tape, with the deltas since
 # the stored view, and the range with the answers to it.
-WORD_BYTES, ANSWERS_BYTES = 1200, 2000
+WORD_BYTES, ANSWERS_BYTES = 1200, 1700
 # Share of its cores that an aggregator should use on average: the rest is for bursts, recovery.
 BUSY = 0.5
 # Updates whose payloads are in memory at once while a fragment's round is open.
