@@ -36,7 +36,7 @@ LONGEST_OUT_S = 300.0
 ABORTED = -6
 # The exit status of a process that was asked to leave before it trained, and was killed.
 UNREADY = -15
-# A formation of this age is sound: earlier failures of its slices are forgotten.
+# A slice that trains, and was whole for this long, is sound: its earlier failures are forgotten.
 SOUND_S = 600.0
 
 
@@ -272,7 +272,7 @@ def decide(
     state = replace(state, me=state.me._replace(regroup=regroup))
     leader = min(present)
     if leader != state.me.host:
-        state = _following(state, present[leader])
+        state = _following(state, present[leader], present)
     elif any(report.leader < leader for host, report in present.items() if host != leader):
         # Others follow a host that this one does not hear: it must not lead beside that host.
         state = _with_others_formation(state, present)
@@ -316,15 +316,20 @@ def _noting_whole_slices(
     return replace(state, whole_since=whole)
 
 
-def _following(state: Agreement, leader: HostReport) -> Agreement:
+def _following(
+    state: Agreement, leader: HostReport, present: Mapping[int, HostReport]
+) -> Agreement:
     """Returns the state with what the leader says."""
     if leader.leader != leader.host:
         return state  # It follows, or begins to lead: its next report tells more.
     state = replace(state, me=state.me._replace(over=state.me.over or leader.over))
     known = 0 if state.me.formation is None else state.me.formation.number
     told = 0 if leader.formation is None else leader.formation.number
-    if max(told, leader.closed) < known:
-        return state  # It has just begun to lead, and has not yet heard of this formation.
+    trained = any(report.process.formation == known for report in present.values())
+    if max(told, leader.closed) < known and trained:
+        # It has just begun to lead, and has not yet heard of this formation. One that nobody
+        # trains was made by a host that led for a moment, and nobody will hear of it.
+        return state
     return _with_formation(state, leader.formation)
 
 
@@ -397,8 +402,7 @@ def _judging(
         state = _closing(state, formation, gone | failed, now_s)
         superseded = Exit.SUPERSEDED in ended_with.values()
         return _superseded(rules, state, present, formation, now_s) if superseded else state
-    if now_s - state.formed_s >= SOUND_S:
-        state = replace(state, strikes={})
+    state = _forgiving(state, formation, now_s)
     if ended_with:
         return _after_clean_ends(rules, state, formation, ended_with)
     leaving = any(
@@ -411,6 +415,22 @@ def _judging(
     }
     regroups = leaving or settled > set(formation.slices)
     return _with_formation(state, formation, formation.number if regroups else 0)
+
+
+def _forgiving(state: Agreement, formation: Formation, now_s: float) -> Agreement:
+    """Returns the state without the strikes of slices that have proved to be sound.
+
+    Each by itself: of many slices some other one is lost again and again.
+    """
+    sound = {
+        number
+        for number in formation.slices
+        if now_s - state.whole_since.get(number, now_s) >= SOUND_S
+    }
+    if sound.isdisjoint(state.strikes):
+        return state
+    kept = {number: count for number, count in state.strikes.items() if number not in sound}
+    return replace(state, strikes=kept)
 
 
 def _after_clean_ends(

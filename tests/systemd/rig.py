@@ -233,8 +233,8 @@ def report_failure(error, *units):
         print("\n".join(journal_of_systemd(unit).splitlines()[-8:]))
 
 
-def scenario(*parts):
-    """Run the parts in order; the last line tells whether all went well."""
+def scenario(*parts, units=()):
+    """Run the parts in order; the last line tells whether all went well. `units`: further ones."""
     try:
         for part in parts:
             began = time.monotonic()
@@ -242,5 +242,5 @@ def scenario(*parts):
             print(f"   {part.__name__} took {time.monotonic() - began:.0f} s", flush=True)
         print("all passed", flush=True)
     except BaseException as error:
-        report_failure(error)
+        report_failure(error, *units)
         sys.exit(1)

@@ -286,6 +286,21 @@ def test_a_process_that_fails_begins_again(status):
     assert world.trains() == [(0, 1, 2, 3)]
 
 
+def test_failures_of_a_slice_are_forgotten_though_other_slices_fail_meanwhile():
+    """Of many slices one is lost every few minutes: no formation stands for ten."""
+    world = world_of(hosts=1)
+    world.run(30)
+    for _ in range(3):
+        world.end_process(1, 1)
+        world.run(40)
+    assert world.states[0].strikes == {1: 3}
+    for other in (2, 3, 2, 3):
+        world.run(150)
+        world.end_process(other, 1)
+        world.run(20)
+    assert set(world.states[0].strikes) == {2, 3}
+
+
 def test_a_slice_whose_process_fails_again_and_again_stays_out_longer_each_time():
     world = world_of()
     world.run(30)
@@ -424,12 +439,15 @@ LEFT_OUT = [("leave", 0, 0, 0.75), ("kill", 0, 0, 0.0)]
 LEADER_LOST = [("fail", 0, 0, 6.0), ("kill", 0, 0, 1.0)]
 # Two groups hear each other again when one has just superseded the other.
 SUPERSEDED_BY_ITS_OWN = [("cut", 0, 1, 5.25)]
+# A host leads for a moment, and makes a formation that nobody trains.
+LED_FOR_A_MOMENT = [("pause", 0, 0, 0.0), ("kill", 5, 0, 0.3574868281423456), ("pause", 6, 0, 3.25)]
 
 
 @settings(max_examples=150, deadline=None)
 @example(LEFT_OUT, (3, 2))
 @example(LEADER_LOST, (2, 1))
 @example(SUPERSEDED_BY_ITS_OWN, (2, 1))
+@example(LED_FOR_A_MOMENT, (4, 2))
 @given(FAULTS, st.sampled_from([(2, 1), (4, 2), (3, 2)]))
 def test_after_any_faults_all_slices_train_again(faults, shape):
     slices, hosts = shape
