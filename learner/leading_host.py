@@ -230,7 +230,7 @@ def _leading_life(
     # stored before the join, and rejected if after.
     place = host.starting(place_after_join(context, life.incarnation))
     rules = sync_rules(context.settings.sync, context.layout, paused=context.settings.run.paused)
-    begun = _Begun(place, rules, starts)
+    begun = _Begun(life, place, rules, starts)
     place, unsent = _go_on(host, context, replica, peers, folder, begun)
     position = place.position
     if place.lost:
@@ -239,6 +239,8 @@ def _leading_life(
     saver = make_saver(host, context, folder, life.incarnation, others_made=peers.made)
     state = carry(rules, sync.begin(rules, starts), unsent)
     planner = _planner(host, context, rules, state, peers, saver)
+    if unsent:
+        planner.snapshot_soon()
     first = planner.first_step()
     peers.say(messages.Go(incarnation=life.incarnation, position=position, global_step=first))
     synchronizer = Synchronizer(
@@ -391,8 +393,9 @@ def _common_checkpoint(
 
 
 class _Begun(NamedTuple):
-    """What a life knows of its beginning: its data position, rules and versions."""
+    """What a life knows of its beginning: its join, data position, rules and versions."""
 
+    life: Membership
     place: ResumePosition
     rules: SyncRules
     starts: tuple[Start | None, ...]
@@ -406,7 +409,7 @@ def _go_on(
     folder: CheckpointFolder | None,
     begun: _Begun,
 ) -> tuple[ResumePosition, tuple[Carried, ...]]:
-    """Takes over the unsent work of an earlier life, if a snapshot has it on all hosts.
+    """Takes over the unsent work of the life before, if a snapshot has it on all hosts.
 
     Returns:
         The data position, and by fragment how the work was taken over; nothing if none was.
@@ -418,7 +421,7 @@ def _go_on(
     common = set(here).intersection(*host.background.call(peers.snapshots()))
     for number in sorted(common, reverse=True):
         facts, values = here[number]
-        found = place.fits(facts, begun.rules, begun.starts)
+        found = place.fits(facts, begun.life, begun.rules, begun.starts)
         if found is not None:
             peers.say(messages.GoOn(snapshot=number, found=found))
             replica.carry(values(), found)

@@ -384,6 +384,13 @@ class Planner:
     _planned: deque[Boundary] = field(default_factory=deque)
     _payloads: dict[tuple[int, int], Decoded] = field(default_factory=dict)
 
+    def snapshot_soon(self) -> None:
+        """Makes a snapshot due at the first step.
+
+        Until then nobody can go on with the work that this life took over.
+        """
+        self._since_snapshot = self.snapshot_steps
+
     def first_step(self) -> int:
         """Returns the run's clock (global step) for the step before the first boundary."""
         return sync.clock(self.rules, self.state)

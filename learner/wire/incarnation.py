@@ -34,10 +34,12 @@ class Membership(NamedTuple):
         incarnation: the sequence of the join in the stream.
         ids: the message ids with which the process tried to publish the join. They are random, so
             that no join of another process has one of them.
+        before: the sequence of the name's join before; 0: this is its first.
     """
 
     incarnation: int
     ids: frozenset[str]
+    before: int = 0
 
 
 async def join(
@@ -79,7 +81,7 @@ async def join(
     incarnation = await context.runtime.retry(
         "publishing join", joining.attempt, logger=context.logger
     )
-    return Membership(incarnation, frozenset(joining.ids))
+    return Membership(incarnation, frozenset(joining.ids), joining.before_seq)
 
 
 async def _last_error(context: Context) -> str:

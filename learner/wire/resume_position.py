@@ -16,7 +16,7 @@ from diloco.learner.background import Context
 from diloco.learner.core.carry import Carried, carried
 from diloco.learner.core.events import Start, SyncRules
 from diloco.learner.tensors.checkpoint import Facts
-from diloco.learner.wire.incarnation import last_at_leader
+from diloco.learner.wire.incarnation import Membership, last_at_leader
 
 
 class ResumePosition(NamedTuple):
@@ -28,8 +28,7 @@ class ResumePosition(NamedTuple):
             updates, as after a crash; empty if there are none. Lost batches are not trained again,
             since they may be in updates of other fragments.
         announced: for each fragment, incarnation and number of its newest update on the tape; 0, 0:
-            there is none. Where the newest message does not tell, the incarnation is the message's
-            sequence, as if a life later than those before it had sent it.
+            there is none.
     """
 
     position: int
@@ -52,23 +51,22 @@ class ResumePosition(NamedTuple):
     def fits(
         self,
         facts: Facts,
+        life: Membership,
         rules: SyncRules,
         starts: Sequence[Start | None],
     ) -> tuple[Carried, ...] | None:
         """Returns how the unsent work of a snapshot is taken over; None if it must not be.
 
-        A life may be gone on with only if no later life has announced anything, and if the snapshot
-        has all that the life itself announced. Otherwise work could be sent twice. A later life
-        that has announced nothing may have had no time for a snapshot.
+        Only the life before this one may be gone on with, and only if its snapshot has all that it
+        announced. Otherwise work could be sent twice.
 
         Args:
             facts: what the snapshot states.
+            life: this learner's join.
             rules: the core's rules.
             starts: the versions with which this life begins.
         """
-        if len(facts.unsent) != len(starts):
-            return None
-        if any(incarnation > facts.incarnation for incarnation, _ in self.announced):
+        if facts.incarnation != life.before or len(facts.unsent) != len(starts):
             return None
         announced = [
             seq if incarnation == facts.incarnation else 0 for incarnation, seq in self.announced
@@ -123,19 +121,18 @@ def _number_of(subject: str, message: Message | None, incarnation: int) -> tuple
         incarnation: the sequence of the join.
 
     Returns:
-        The incarnation and the number; 0, 0 if there is none; the message's sequence, 0 if the
-        message does not tell them.
+        The incarnation and the number; 0, 0 if they are not known.
     """
     if message is None:
         return 0, 0
     try:
         manifest = decode_as(wire.Manifest, subject, message.payload)
     except WireError:
-        return message.seq, 0  # Another client with this learner's credentials sent it.
+        return 0, 0  # Another client with this learner's credentials sent it.
     if message.seq < incarnation:
         return manifest.incarnation, manifest.seq
     # A process that has not ended yet announced it: the aggregator rejects it as superseded.
-    return (message.seq, 0) if manifest.attempt else (manifest.incarnation, manifest.seq - 1)
+    return (0, 0) if manifest.attempt else (manifest.incarnation, manifest.seq - 1)
 
 
 async def _last(context: Context, subject: str) -> Message | None:

@@ -29,6 +29,7 @@ from diloco.learner.wire.checkpoint_save_and_restore import (
     TrainingProgress,
     restore,
 )
+from diloco.learner.wire.incarnation import Membership
 from diloco.learner.wire.resume_position import ResumePosition
 
 KEEP = 12
@@ -51,12 +52,13 @@ class Snapshots:
     def going_on(
         self,
         place: ResumePosition,
+        life: Membership,
         rules: SyncRules,
         starts: Sequence[Start | None],
     ) -> tuple[Facts, Any, tuple[Carried, ...]] | None:
         """Returns the newest snapshot that fits the tape, and how its work is taken over."""
         for facts, values in reversed(self.kept):
-            found = place.fits(facts, rules, starts)
+            found = place.fits(facts, life, rules, starts)
             if found is not None:
                 return facts, values, found
         return None

@@ -210,7 +210,7 @@ class SimLearner:
         )
         place = await place_after_join(context, life.incarnation)
         rules = sync_rules(world.settings.sync, world.layout)
-        going_on = self.snapshots.going_on(place, rules, starts)
+        going_on = self.snapshots.going_on(place, life, rules, starts)
         if going_on is not None:
             place = place.going_on(going_on[0].position, going_on[2])
         position = place.position
@@ -220,7 +220,7 @@ class SimLearner:
             replica.carry(going_on[1], going_on[2])
         self.meter = meter
         own = Life(context.epoch, self.name, life.incarnation)
-        before = going_on[0].incarnation if going_on is not None else 0
+        before = life.before if going_on is not None else 0
         versions = [start.version if start is not None else 0 for start in starts]
         world.checkers.on_began(own, versions, position, before)
         claims = self._claims(context, background, life, place)

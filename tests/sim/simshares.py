@@ -77,8 +77,8 @@ class Batches:
     def begin(self, life: Life, position: int, before: int) -> None:
         """Checks where a life's data begins: after all that its learner has announced in time.
 
-        A life that goes on with the unsent work of an earlier one, `before`, begins where that work
-        ends, which is no further than that life has trained.
+        A life that goes on with the unsent work of the one `before` begins where that work ends,
+        which is no further than that life has trained.
         """
         said = self._before(life.learner, life.incarnation)
         expected = max((one.position for one in said), default=0)

@@ -15,9 +15,7 @@ from diloco.learner.core import sync
 from diloco.learner.core.carry import Carried, Unsent, carried, carry, snapshot
 from diloco.learner.core.events import Published, Ready, Send, Start, Stepped, sync_rules
 from diloco.learner.core.sync import NO_WORK, Work
-from diloco.learner.tensors.checkpoint import Facts
 from diloco.learner.tensors.send_and_adopt import Replica
-from diloco.learner.wire.resume_position import ResumePosition
 
 FRAGMENTS, TOKENS = 3, 10
 STARTS = (Start(4, "4", 9, 24),) * FRAGMENTS
@@ -196,30 +194,3 @@ def test_the_next_life_is_ahead_of_its_views_by_what_was_not_sent(codec, again, 
         np.testing.assert_allclose(
             went["w"][rows], expected, atol=1e-6 if dtype == "float32" else 0.04
         )
-
-
-def stated(incarnation: int, position: int, *unsent: Unsent) -> Facts:
-    return Facts(
-        run="r", learner="a", layout="0" * 32, epoch=0, incarnation=incarnation,
-        local_step=position, tokens=1, position=position, global_step=1, leaves=(), unsent=unsent,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("announced", "fits"),
-    [
-        (((0, 0), (50, 2)), True),  # Nothing by a life after 50, whichever lives there were.
-        (((70, 1), (50, 2)), False),  # Life 70 may have sent what it took over.
-        (((0, 0), (50, 3)), False),  # Life 50 itself has sent more after its snapshot.
-        (((61, 0), (50, 2)), False),  # A message of sequence 61 that does not say whose it is.
-        (((33, 0), (50, 2)), True),  # Such a message before life 50.
-    ],
-)
-def test_a_life_is_gone_on_with_while_no_later_one_has_announced_anything(announced, fits):
-    rules = sync_rules(SyncSection(interval_steps=4, fragments=2, min_steps=1))
-    place = ResumePosition(8, (4, 0), announced)
-    facts = stated(50, 10, Unsent(4, 0, Work(6, 60)), Unsent(4, 2, Work(2, 20)))
-    found = place.fits(facts, rules, STARTS[:2])
-    assert (found is not None) == fits
-    if found is not None:
-        assert [one.work.steps for one in found] == [6, 2]

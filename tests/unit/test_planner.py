@@ -167,6 +167,13 @@ def test_who_is_asked_to_leave_makes_a_snapshot_of_its_last_step():
     assert [plan.then for plan in found[last - 1 : last + 1]] == ["step", "hold"]
 
 
+def test_the_first_step_with_carried_work_makes_a_snapshot():
+    """Until then a second crash loses what this life took over."""
+    made = planner(Inbox(), snapshot_steps=50, saver_idle=lambda: True)
+    made.snapshot_soon()
+    assert [bool(plan.unsent) for plan in boundaries_of(made, 2)] == [True, False]
+
+
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_lockstep_holds_until_the_version_is_there(lookahead):
     rules = replace(RULES, interval_steps=1, min_steps=1, lockstep=True, warmup_interval_steps=1)
