@@ -75,9 +75,14 @@ async def aggregate(context: Context, leases: Leases | None = None) -> None:
     owners = Owners(context, held)
     owners.show()
     liveness = LivenessWatch(context, owners.all())
+
+    async def conduct() -> None:
+        await Conductor(context).conduct()
+        held.run_ended()
+
     try:
         await first_of(
-            all_of(held.hold(owners.take, owners.drop), Conductor(context).conduct()),
+            all_of(held.hold(owners.take, owners.drop), conduct()),
             liveness.watch(),
             Expiry(context, liveness.last_heard).watch(),
             watch_tape(context),

@@ -98,6 +98,7 @@ class Leases:
         self._lost: set[int] = set()
         self._done: set[int] = set()
         self._refuses: set[int] = set()
+        self._run_ended = False
         # Whether this process publishes that the store does not answer it, and whether it releases
         # fragments for that reason.
         self._cut_off = False
@@ -128,6 +129,13 @@ class Leases:
         await self._context.runtime.retry(
             "giving up a lease", lambda: self._say_done(fragment), logger=self._context.logger
         )
+
+    def run_ended(self) -> None:
+        """Notes that the run has ended: fragments that this process refuses are waited for no more.
+
+        Whoever had such a fragment may be gone without a word that it is done.
+        """
+        self._run_ended = True
 
     def others_may_serve(self, fragment: int) -> bool:
         """True if another live aggregator may own a fragment."""
@@ -298,7 +306,8 @@ class Leases:
 
     def _finished(self) -> bool:
         mine = range(len(self._context.layout.fragments)) if self._pinned is None else self._pinned
-        return self._done >= set(mine)
+        left = set(mine) - self._done
+        return not left or (self._run_ended and left <= self._refuses)
 
     async def _renew(self) -> None:
         """Renews all leases and this process's own key; forgets leases that others acquired."""
@@ -438,6 +447,9 @@ class NoLeases:
         self._left.discard(fragment)
         if not self._left:
             self._all_done.set()
+
+    def run_ended(self) -> None:
+        """Does nothing: no fragment is refused."""
 
     def others_may_serve(self, _fragment: int) -> bool:
         """Returns False: there are no others."""
