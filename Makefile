@@ -116,10 +116,7 @@ test-stores: install ## test s3:// and az:// against moto and Azurite, in .venv-
 	@DILOCO_TEST_SERVERS=$(CURDIR)/.venv-stores $(RUN) pytest tests/conformance/test_store.py \
 		tests/integration/test_store_buckets.py $(ARGS)
 
-# The oracle is transformers and peft, in an environment that has nothing of the project. If
-# .venv-extras is there, its torch is taken: torch.pth names its folder, of which no .pth, as that of
-# the project, is read.
-PACKAGES = 'import sysconfig; print(sysconfig.get_path("purelib"))'
+# The oracle is transformers and peft, in an environment that has nothing of the project.
 test-models: install .venv-models/installed ## hold models against transformers; TORCH="torch==..." and SHORT=1 as test-extras
 	@DILOCO_TEST_ORACLE=$(abspath .venv-models/bin/python) $(RUN) pytest -rs \
 		$(if $(SHORT),tests/models -k "six_families or peft and qwen3-moe",tests/models tests/integration/test_continue.py) $(ARGS)
@@ -128,10 +125,8 @@ test-models: install .venv-models/installed ## hold models against transformers;
 	@$(PYTHON) -m venv .venv-models
 	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		-r locks/oracle.lock
-	@$(if $(wildcard .venv-extras/installed),\
-		.venv-extras/bin/python -c $(PACKAGES) >$$(.venv-models/bin/python -c $(PACKAGES))/torch.pth,\
-		.venv-models/bin/python -m pip install --quiet --disable-pip-version-check \
-		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock))
+	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check \
+		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
 	@touch $@
 
 # lm_eval[hf], in an environment that has nothing of the project either.
