@@ -78,6 +78,8 @@ class CompiledPrograms:
     def rehearsing(self, what: str) -> Iterator[bool]:
         """A block that compiles programs for later; yields whether it was passed before.
 
+        An error in it is only logged: without these programs a later start takes longer.
+
         Args:
             what: a key that is equal for equal programs.
         """
@@ -87,9 +89,11 @@ class CompiledPrograms:
             yield True
             return
         self.logger.info("rehearsing")
-        yield False
-        with contextlib.suppress(OSError):
+        try:
+            yield False
             mark.write_bytes(b"")
+        except Exception as error:  # noqa: BLE001 - this learner trains without them
+            self.logger.warning("rehearsal_failed", error=str(error))
 
     def _drop(self, damaged: Iterable[str]) -> None:
         """Deletes the files of damaged programs by name, since JAX replaces no existing file."""

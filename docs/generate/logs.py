@@ -32,6 +32,7 @@ MEANINGS = {
     "training_silent": "a training process hangs and is killed",
     "cache_unusable": "compiled programs cannot be kept or read: they are compiled again",
     "rehearsing": "a learner of several slices compiles the step of one slice fewer, for its loss",
+    "rehearsal_failed": "that step is compiled when a slice is lost",
     "compiled": "the merge is compiled, at the first start on a machine",
     "started fragments": "an aggregator: the number of fragments, or those that it is pinned to",
     "started every_s": "`diloco evaluate --follow` scores from now on",

@@ -154,3 +154,14 @@ def test_programs_that_were_used_least_recently_make_room(tmp_path, jax_settings
     monkeypatch.setattr(compilation_cache, "MOST_BYTES", 250)
     compilation_cache.keep_programs(str(tmp_path), log.get())
     assert {path.name for path in folder.glob("*-cache")} == {"new-cache", "older-cache"}
+
+
+def test_what_is_compiled_for_later_is_compiled_once_and_an_error_in_it_ends_nothing(tmp_path):
+    programs = compilation_cache.CompiledPrograms(tmp_path, log.get())
+    passed = []
+    for fails in (True, False, False):
+        with programs.rehearsing("a step") as before:
+            passed.append(before)
+            if fails:
+                raise ValueError("no such mesh")
+    assert passed == [False, False, True]
