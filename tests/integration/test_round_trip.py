@@ -22,6 +22,8 @@ BY_CLOCK_OR_FAULT = {
     "common/process/health.py",
     "common/process/retry.py",
     "common/protocol/errors.py",
+    "common/storage/data_share_allocation.py",
+    "learner/wire/incarnation.py",
 }
 
 # Seen in each of several runs.
