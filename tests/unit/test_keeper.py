@@ -1,14 +1,20 @@
 """The keeper of groups: what it decides, and what it asks of Google, which a server here stands for."""
 
 import json
+import random
+import tempfile
 import threading
+import urllib.error
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diloco.infra import keeper
 from diloco.infra.cloud import Google
@@ -350,3 +356,92 @@ def test_one_host_that_google_does_not_mend_is_made_anew(compute: Compute, tmp_p
         sizes.append(compute.sizes["east"])
         now += 60.0
     assert sizes == [1] * 15 + [0, 1, 1]
+
+
+class Project(Google):
+    """A project in which groups need minutes for everything, and much goes wrong until `calm`.
+
+    Machines are preempted or vanish; of a group of one host Google mends some. A resize is refused,
+    or has part of its machines for want of capacity, or is an operation that never ends.
+    """
+
+    def __init__(self, chance: random.Random, groups: dict[str, int]) -> None:
+        self.chance, self.calm, self.hosts = chance, False, groups
+        self.sizes = dict(groups)
+        self.states = {name: ["RUNNING"] * hosts for name, hosts in groups.items()}
+        # How many machines the group gets, and from when on Google does anything for it.
+        self.capacity = dict(groups)
+        self.asleep_until = dict.fromkeys(groups, 0)
+        self.now = 0
+
+    def parameters(self) -> dict[str, Any]:
+        told = {"project": "p", "zone": "z"}
+        return {
+            "groups": [
+                told | {"name": name, "hosts": hosts, "ours": hosts > 1}
+                for name, hosts in self.hosts.items()
+            ]
+        }
+
+    def call(self, url: str, body: Any = None) -> dict[str, Any]:
+        name, _, verb = url.partition("instanceGroupManagers/")[2].partition("/")
+        if "getGuestAttributes" in url or (not self.calm and self.chance.random() < 0.1):
+            code = 404 if "getGuestAttributes" in url else self.chance.choice((403, 429, 500, 503))
+            raise urllib.error.HTTPError(url, code, "no", Message(), None)
+        if verb.startswith("resize?size="):
+            size = int(verb.removeprefix("resize?size="))
+            # A group in bulk mode grows from nothing only.
+            assert size in (0, self.hosts[name])
+            assert size == 0 or (self.sizes[name], self.states[name]) == (0, [])
+            self.sizes[name] = size
+            if not self.calm and self.chance.random() < 0.2:
+                self.asleep_until[name] = self.now + 10**6
+            return {}
+        if verb.startswith("listManagedInstances"):
+            machines = [{"instance": name, "instanceStatus": one} for one in self.states[name]]
+            return {"managedInstances": machines}
+        return {"targetSize": self.sizes[name]}
+
+    def minute(self) -> None:
+        """Lets a minute pass, in which each group moves on and may meet something."""
+        self.now += 1
+        for name, states in self.states.items():
+            if self.now < self.asleep_until[name]:
+                continue
+            if self.sizes[name] == 0:
+                del states[: self.chance.randint(1, 4)]
+            elif not states or "" in states:
+                there = [state or "RUNNING" for state in states]
+                states[:] = there or [""] * min(self.sizes[name], self.capacity[name])
+            if self.calm:
+                continue
+            if states and self.chance.random() < 0.1:
+                lost = self.chance.randrange(len(states))
+                if self.chance.random() < 0.5:
+                    states[lost] = self.chance.choice(("STOPPING", "TERMINATED", "STOPPED"))
+                else:
+                    del states[lost]
+            if self.chance.random() < 0.1:
+                self.capacity[name] = self.chance.randint(0, self.hosts[name])
+
+    def mend(self) -> None:
+        """Ends all that is wrong with Google; lost machines stay lost."""
+        self.calm, self.capacity = True, dict(self.hosts)
+        self.asleep_until = dict.fromkeys(self.hosts, 0)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**32 - 1), minutes=st.integers(1, 90))
+def test_whatever_google_does_all_groups_are_whole_half_an_hour_after_it_stops(
+    seed: int, minutes: int
+) -> None:
+    google = Project(random.Random(seed), {"slice": 4, "pair": 2, "one": 1})
+    with tempfile.TemporaryDirectory() as folder:
+        noted = Path(folder) / "groups.json"
+        for minute in range(minutes + 30):
+            if minute == minutes:
+                google.mend()
+            # A new process each time: it remembers by its file alone.
+            Keeper(google, noted, lambda: 60.0 * google.now).check_groups()
+            google.minute()
+    assert google.states == {name: ["RUNNING"] * hosts for name, hosts in google.hosts.items()}
