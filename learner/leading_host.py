@@ -97,6 +97,7 @@ def lead(host: Host) -> Iterator[Life]:
             raise RunEndedError(host.config.run.name)
         store = host.open_store()
         layout = host.layout(store, specification.layout)
+        host = replace(host, member=host.member.within(layout))
         context = host.context(bus, store, layout, specification.epoch)
         peers = NoOtherHosts() if alone else _meet(host, stack)
         host = host if alone else replace(host, gives_up=never)

@@ -17,7 +17,8 @@ carries the decisions out; this module is the loop's interface to both.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +379,7 @@ def join(
     hint: Hint | None = None,
     tokens_per_step: int | None = None,
     warm_up: Callable[[Params], object] | None = None,
+    holds: Collection[str] | None = None,
 ) -> Iterator[Learner]:
     """Joins a run, for as long as the block lasts.
 
@@ -400,6 +402,8 @@ def join(
             the run's file.
         warm_up: is called with copies of the parameters before this learner joins the run: compile
             the training step there, on arrays that it may donate.
+        holds: the modules (`TensorHint.module`) that this learner holds; None: all. `like` has the
+            leaves of all modules all the same; `params` has None for those of the others.
 
     Yields:
         The loop's `Learner`.
@@ -410,6 +414,8 @@ def join(
     """
     config = load_config(Path(file))
     member = member_of(config, learner, like, hint, tokens_per_step, warm_up)
+    if holds is not None:
+        member = replace(member, holds=_held(learner, holds))
     asked, runtime = threading.Event(), Runtime()
     probes = make_probes(runtime.retries, run=config.run.name, learner=learner)
     joining = joined(config, member, asked, runtime, probes)
@@ -496,6 +502,25 @@ def member_of(
         hint=hint,
         warm_up=None if warm_up is None else lambda copies: warm_up(copies()),
     )
+
+
+def _held(learner: str, holds: Collection[str]) -> tuple[str, ...]:
+    """Returns the argument `holds` of `join` as a tuple.
+
+    Raises:
+        ConfigError: it is no collection of names, is empty, or the learner has several hosts.
+    """
+    if isinstance(holds, str) or not holds:
+        raise ConfigError(
+            f"`holds` of the learner {learner!r} must be names of modules, but it is {holds!r:.80}",
+            hint='give a list, such as ["trunk", "expert-0"]; or leave it out, to hold all modules',
+        )
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"{learner!r} has several hosts, and its loop holds some modules alone",
+            hint="leave `holds` out: a learner of several hosts holds all modules",
+        )
+    return tuple(holds)
 
 
 class _Hanging:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax
@@ -29,7 +29,7 @@ class Member:
             modules that this learner does not hold.
         shardings: the loop's sharding of each of these arrays, by the tensor's name; None for an
             array in the host's memory.
-        holds: the modules that this learner holds; empty: all.
+        holds: the modules that this learner holds, in any order before `within`; empty: all.
         anchor: memory that holds the adopted views: "device" or "host" (`sync.anchor`).
         tokens_per_step: tokens of one inner step, of all hosts together.
         hint: (tensor's name, shape) -> `TensorHint`, as in `Task`. From it follows the layout: the
@@ -67,6 +67,17 @@ class Member:
         """
         tree.tensors_of(like)  # raises for a leaf that is no array
         return cls(like=jax.tree.map(_shape, like), shardings=shardings_of(like), **rest)
+
+    def within(self, layout: Layout) -> Self:
+        """Returns the member with its modules in the order of the run's layout; () if all.
+
+        Raises:
+            TaskError: no tensor of the run is in a module that the loop holds.
+        """
+        if not self.holds:
+            return self
+        who = f"the loop of the learner {self.learner!r} holds"
+        return replace(self, holds=tree.in_layouts_order(self.holds, layout, who))
 
     def full_tokens_per_s(self) -> float:
         """Returns the tokens a second that the devices would train at their peak; 0 if unknown."""

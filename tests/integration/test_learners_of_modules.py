@@ -1,9 +1,18 @@
 """Learners that hold parts of a model: killed, back with other parts, one run at the end."""
 
+import time
+
+import jax
+import numpy as np
+import pytest
 import tomli_w
 from audit import Tape, read_tape
 from harness import ENDLESS, World
 from safetensors.numpy import load_file
+
+import diloco
+from diloco import TensorHint
+from diloco.common.protocol.errors import DilocoError
 
 TASK = {"build": "modular_task:build", "options": {"sleep_s": 0.02}}
 # The tape keeps every life's messages, to be looked at afterwards.
@@ -82,3 +91,63 @@ def test_a_learner_comes_back_with_another_module(own_nats_server, new_world):
     assert load_file(world.folder / "of-a" / "model.safetensors")["trained/trunk/own"] > 0
     for process in (aggregator, a, b, both):
         process.check_clean_log()
+
+
+HEADS = {
+    "trunk": np.ones((8, 8), np.float32),
+    "plus": np.ones((8, 4), np.float32),
+    "minus": np.ones((8, 4), np.float32),
+    "kept": np.full(4, 3, np.float32),
+}
+
+
+def by_leaf(name: str, shape: tuple[int, ...]) -> TensorHint:
+    """Each leaf is a module; `kept` is local, and a head's."""
+    del shape
+    return TensorHint(module="plus", kind="local") if name == "kept" else TensorHint(module=name)
+
+
+def test_a_loop_of_ones_own_holds_some_modules(own_nats_server, new_world):
+    world = new_world(create=False, server=own_nats_server, run={**ENDLESS, "tokens_per_step": 8})
+    del world.document["task"]
+    world.document["sync"] = {"interval_steps": 8, "fragments": 3, "block": 16, "min_steps": 3}
+    world.document["learner"] = {"checkpoint_dir": "checkpoints", "heartbeat_interval_s": 0.25}
+    world.variant("run", {})
+    diloco.create(world.config_path, HEADS, hint=by_leaf)
+    aggregator = world.aggregator()
+
+    def loop(holds, learner="a", saved=0, hint=by_leaf):
+        with diloco.join(
+            world.config_path, learner=learner, like=HEADS, hint=hint, holds=holds
+        ) as island:
+            params = island.params
+            count = island.restore(np.zeros((), np.int64))
+            assert count == saved
+            for _ in range(20):
+                params = jax.tree.map(lambda leaf: leaf * 0.9, params)
+                count = count + 1
+                params = island.step(params, loss=1.0, save=count)
+                time.sleep(0.01)
+            return {name for name, leaf in params.items() if leaf is not None}
+
+    assert loop(["plus", "trunk"]) == {"trunk", "plus", "kept"}
+    assert loop(["trunk"], saved=20) == {"trunk"}
+    assert loop(None, learner="b") == set(HEADS)
+    tape = read_tape(world)
+    first, second = tape.lives("a")
+    assert sent(tape, first) == {"trunk", "plus"}
+    assert sent(tape, second) == {"trunk"}
+    for holds, what in {
+        ("trunk", "plsu"): "holds the module 'plsu'; the modules of the run's tensors are",
+        (): "must be names of modules, but it is ",
+        "trunk": "must be names of modules, but it is 'trunk'",
+    }.items():
+        with pytest.raises(DilocoError, match=what):
+            loop(holds)
+    assert loop(["minus", "plus", "trunk"], learner="c", hint=None) == set(HEADS)
+    world.stop()
+    assert aggregator.wait() == 0
+    tape = read_tape(world)
+    assert dict(tape.joins)[tape.lives("c")[0]].holds == ()
+    tape.check()
+    assert not tape.rejected()

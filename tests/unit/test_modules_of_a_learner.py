@@ -144,8 +144,8 @@ def test_frozen_leaves_that_a_learner_loads_are_those_of_its_modules():
 WRONG = {
     "a name": ("trunk", "must return names of modules, but it returned a str"),
     "a number": (3, "must return names of modules, but it returned a int"),
-    "nothing": ((), "no module; the modules of the task's tensors are: 'minus', 'plus', 'trunk'"),
-    "a typo": (("trunk", "pluss"), "the module 'pluss'; the modules of the task's tensors are"),
+    "nothing": ((), "no module; the modules of the run's tensors are: 'minus', 'plus', 'trunk'"),
+    "a typo": (("trunk", "pluss"), "the module 'pluss'; the modules of the run's tensors are"),
 }
 
 
