@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
+from diloco.aggregator.core.members import LEAST_OTHERS
 from diloco.aggregator.tape_watch import NEARLY_FULL
 from diloco.common.process.config import Broken, RunSettings, broken
 from diloco.common.protocol.errors import DilocoError
@@ -89,7 +90,7 @@ def judged(run: RunStatus, settings: RunSettings, *, copied: bool = False) -> It
         yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
     if run.state in ("under way", "waiting for learners") and not copied:
         yield from _nobody(run.learners)
-        yield from _unheld(run)
+        yield from _held_by_few(run, settings)
     yield from run.stored
     yield from _taken_up(run, patience_s(settings))
     # Only changed settings: doctor reports those with which the run was created.
@@ -377,22 +378,34 @@ def _nobody(learners: Sequence[LearnerStatus]) -> Iterator[Finding]:
     )
 
 
-def _unheld(run: RunStatus) -> Iterator[Finding]:
-    """Yields a finding for each module that no learner holds, although learners are there."""
+def _held_by_few(run: RunStatus, settings: RunSettings) -> Iterator[Finding]:
+    """Yields a finding for each module that no learner holds, although learners are there.
+
+    Also for a module that so few hold that no others bound a liar (`LEAST_OTHERS`), if learners may
+    lie.
+    """
     there = [one for one in run.learners if not (one.left or one.silent or one.failed)]
-    held = [one.holds for one in there]
     for module in dict.fromkeys(one.module for one in run.fragments if one.module and there):
         # Who holds what is not known of a learner whose join was not read.
-        if any(not modules or module in modules for modules in held):
-            continue
-        yield Finding(
-            severity="warning",
-            about=f"module {module}",
-            sentence="no learner that is there holds it: it is stalled, and the run does not end "
-            "by steps or tokens",
-            advice="start a learner that holds it, or end the run: diloco run end RUN",
-            runbook=NO_LEARNERS,
-        )
+        holders = sum(not one.holds or module in one.holds for one in there)
+        if holders == 0:
+            yield Finding(
+                severity="warning",
+                about=f"module {module}",
+                sentence="no learner that is there holds it: it is stalled, and the run does not "
+                "end by steps or tokens",
+                advice="start a learner that holds it, or end the run: diloco run end RUN",
+                runbook=NO_LEARNERS,
+            )
+        elif holders <= LEAST_OTHERS and settings.run.trust == "others":
+            yield Finding(
+                severity="note",
+                about=f"module {module}",
+                sentence=f"{holders} of its holders are there, so that no median of others bounds "
+                "an update of it: only the limits of the settings do",
+                advice=f"let at least {LEAST_OTHERS + 1} learners hold it, or only owners whom you "
+                "trust",
+            )
 
 
 # The run

@@ -78,3 +78,13 @@ def test_a_module_of_a_learner_whose_join_was_not_read_may_be_held() -> None:
 
 def test_a_model_of_one_module_has_none_to_tell_of() -> None:
     assert unheld(seen((), modules=("", "", ""))) == []
+
+
+def test_a_module_whose_holders_nobody_bounds_is_told_where_learners_may_lie() -> None:
+    known = seen(("trunk", "plus"), ("trunk", "minus"), ("trunk", "plus"), ("trunk", "plus"))
+    assert unheld(known) == []
+    section = known.settings.run.model_copy(update={"trust": "others"})
+    known.settings = known.settings.model_copy(update={"run": section})
+    (told,) = [one for one in judged(known.run(2.0), known.settings) if "module" in one.about]
+    assert (told.about, told.severity) == ("module minus", "note")
+    assert told.sentence.startswith("1 of its holders are there")
