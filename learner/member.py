@@ -77,7 +77,7 @@ class Member:
         if not self.holds:
             return self
         who = f"the loop of the learner {self.learner!r} holds"
-        return replace(self, holds=tree.in_layouts_order(self.holds, layout, who))
+        return replace(self, holds=layout.in_order(self.holds, who))
 
     def full_tokens_per_s(self) -> float:
         """Returns the tokens a second that the devices would train at their peak; 0 if unknown."""

@@ -21,8 +21,9 @@ import msgpack
 import numpy as np
 import xxhash
 
-from diloco.common.protocol.errors import ConfigError, IntegrityError
+from diloco.common.protocol.errors import ConfigError, IntegrityError, TaskError
 from diloco.common.protocol.names import NAME
+from diloco.common.protocol.wire import MOST_HELD_MODULES
 
 # A tensor larger than this many mean fragments is split along its first axis. The greedy
 # assignment is within 4/3 of the optimum for what remains (Graham's bound; paper, App. C).
@@ -185,6 +186,36 @@ class Layout:
     def held(self, holds: Collection[str]) -> tuple[Fragment, ...]:
         """Returns the fragments of the modules `holds`, in order; all fragments if it is empty."""
         return tuple(one for one in self.fragments if not holds or one.module in holds)
+
+    def in_order(self, said: Collection[str], who: str) -> tuple[str, ...]:
+        """Returns names of modules in the layout's order; () if they are all of its modules.
+
+        Args:
+            said: the names, in any order.
+            who: whoever gives the names to a learner, as the beginning of an error's sentence.
+
+        Raises:
+            TaskError: there is no name, one that no tensor is in, or more than a join can name.
+        """
+        unknown = [name for name in said if name not in self.modules]
+        if unknown or not said:
+            known = ", ".join(repr(name) for name in self.modules if name) or "none"
+            raise TaskError(
+                f"{who} "
+                + (f"the module {unknown[0]!r:.80}" if unknown else "no module")
+                + f"; the modules of the run's tensors are: {known}",
+                hint="name modules that the run's hint gives to tensors by TensorHint.module",
+            )
+        held = tuple(name for name in self.modules if name in said)
+        if len(held) == len(self.modules):
+            return ()
+        if len(held) > MOST_HELD_MODULES:
+            raise TaskError(
+                f"{who} {len(held)} of {len(self.modules)} modules"
+                f", and a join can name {MOST_HELD_MODULES}",
+                hint="make fewer and larger modules, or let the learner hold all",
+            )
+        return held
 
 
 @dataclass(frozen=True, slots=True)

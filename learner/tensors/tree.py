@@ -18,7 +18,6 @@ import numpy as np
 from diloco.common.process.config import SyncSection
 from diloco.common.protocol.errors import TaskError
 from diloco.common.protocol.layout import Hint, Layout, Tensor, kind_of, make_layout
-from diloco.common.protocol.wire import MOST_HELD_MODULES
 from diloco.learner.task import (
     Params,
     Task,
@@ -204,39 +203,7 @@ def held_modules(task: Task, learner: str, layout: Layout) -> tuple[str, ...]:
             f"Task.holds({learner!r}) must return names of modules, but it returned {kind(said)}",
             hint='return a list, such as ["trunk", "expert-0"]',
         )
-    return in_layouts_order(said, layout, f"Task.holds gives the learner {learner!r}")
-
-
-def in_layouts_order(said: Collection[str], layout: Layout, who: str) -> tuple[str, ...]:
-    """Returns names of modules in the layout's order; () if they are all of its modules.
-
-    Args:
-        said: the names, in any order.
-        layout: the run's layout.
-        who: whoever gives the names to a learner, as the beginning of an error's sentence.
-
-    Raises:
-        TaskError: there is no name, one that no tensor is in, or more than a join can name.
-    """
-    unknown = [name for name in said if name not in layout.modules]
-    if unknown or not said:
-        known = ", ".join(repr(name) for name in layout.modules if name) or "none"
-        raise TaskError(
-            f"{who} "
-            + (f"the module {unknown[0]!r:.80}" if unknown else "no module")
-            + f"; the modules of the run's tensors are: {known}",
-            hint="name modules that the run's hint gives to tensors by TensorHint.module",
-        )
-    held = tuple(name for name in layout.modules if name in said)
-    if len(held) == len(layout.modules):
-        return ()
-    if len(held) > MOST_HELD_MODULES:
-        raise TaskError(
-            f"{who} {len(held)} of {len(layout.modules)} modules"
-            f", and a join can name {MOST_HELD_MODULES}",
-            hint="make fewer and larger modules, or let the learner hold all",
-        )
-    return held
+    return layout.in_order(said, f"Task.holds gives the learner {learner!r}")
 
 
 def held_names(layout: Layout, hint: Hint, holds: Collection[str]) -> set[str]:

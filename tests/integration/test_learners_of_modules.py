@@ -1,5 +1,6 @@
 """Learners that hold parts of a model: killed, back with other parts, one run at the end."""
 
+import asyncio
 import time
 
 import jax
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 import diloco
 from diloco import TensorHint
 from diloco.common.protocol.errors import DilocoError
+from diloco.operate.auth.nats_config_and_credentials import fragments_of
 
 TASK = {"build": "modular_task:build", "options": {"sleep_s": 0.02}}
 # The tape keeps every life's messages, to be looked at afterwards.
@@ -111,10 +113,13 @@ def test_a_loop_of_ones_own_holds_some_modules(own_nats_server, new_world):
     world = new_world(create=False, server=own_nats_server, run={**ENDLESS, "tokens_per_step": 8})
     del world.document["task"]
     world.document["sync"] = {"interval_steps": 8, "fragments": 3, "block": 16, "min_steps": 3}
-    world.document["learner"] = {"checkpoint_dir": "checkpoints", "heartbeat_interval_s": 0.25}
+    kept = str(world.folder / "checkpoints")
+    world.document["learner"] = {"checkpoint_dir": kept, "heartbeat_interval_s": 0.25}
     world.variant("run", {})
     diloco.create(world.config_path, HEADS, hint=by_leaf)
     aggregator = world.aggregator()
+    granted = asyncio.run(fragments_of(str(world.config_path), ["plus"]))
+    assert [read_tape(world).layout.fragments[number].module for number in granted] == ["plus"]
 
     def loop(holds, learner="a", saved=0, hint=by_leaf):
         with diloco.join(

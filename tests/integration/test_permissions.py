@@ -398,6 +398,30 @@ def test_a_learner_may_do_nothing_else_and_is_told_what_and_who(
     run_async(scenario())
 
 
+def test_a_learner_of_some_modules_sends_updates_of_their_fragments_alone(
+    guarded: Guarded, run_async: Run
+) -> None:
+    async def scenario() -> None:
+        await make_run(guarded)
+        auth.add(guarded.folder, "half", "learner", fragments=(1, 3))
+        for _ in range(2):
+            guarded.reload()
+            await asyncio.sleep(1)
+        async with guarded.enter("half") as bus, guarded.enter("operator") as operator:
+            for fragment in (1, 3):
+                assert await bus.publish(names.update(RUN, "half", fragment), b"mine")
+            before = await operator.last_sequence(TAPE)
+            for fragment in (0, 2, 13):
+                with pytest.raises(BusError, match="not permitted"):
+                    await bus.publish(names.update(RUN, "half", fragment), b"another's")
+            assert await operator.last_sequence(TAPE) == before
+            # It reads its own updates, as each learner does, after a restart.
+            read = await first(bus.read(TAPE, [names.update(RUN, "half", "*")], 1))
+            assert read.payload == b"mine"  # type: ignore[attr-defined]
+
+    run_async(scenario())
+
+
 def test_an_aggregator_may_not_speak_for_learners_or_the_operator(
     guarded: Guarded, run_async: Run
 ) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from diloco.common.process import log
 from diloco.common.process.credentials import Credentials, load_credentials, render_credentials
 from diloco.common.process.nats_server import find_binary
+from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError
 from diloco.operate.auth import nats_config_and_credentials as auth
 from diloco.operate.auth.permissions import Identity, grants
@@ -150,6 +151,21 @@ def test_the_command_says_what_to_do_next(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     assert "berlin" in run("revoke", str(folder), "berlin")
     assert "berlin" not in run("list", str(folder))
+
+
+def test_the_fragments_of_a_learner_survive_the_file(tmp_path: Path) -> None:
+    auth.init(tmp_path / "auth", "demo", ["localhost"])
+    auth.add(tmp_path / "auth", "berlin", "learner", fragments=(2, 5))
+    auth.add(tmp_path / "auth", "paris", "learner")
+    _, berlin, paris = auth.identities(tmp_path / "auth")
+    assert (berlin.fragments, paris.fragments) == ((2, 5), ())
+    sent = {subject for subject in grants("demo", berlin).requests if ".update." in subject}
+    assert {names.update("demo", "berlin", 2), names.update("demo", "berlin", 5)} <= sent
+    assert names.update("demo", "berlin", "*") not in sent
+    listed = CliRunner().invoke(app, ["auth", "list", str(tmp_path / "auth")]).output
+    assert "fragments 2, 5 alone" in listed
+    told = CliRunner().invoke(app, ["auth", "add-learner", "x", "rome", "--holds", "plus"])
+    assert "--holds and --run belong together" in str(told.exception)
 
 
 def test_no_learner_may_write_what_another_may() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from diloco.common.protocol.errors import ConfigError
 from diloco.run.cli.command import command, group
 from diloco.run.cli.help import host
 from diloco.run.cli.screen import say_plainly
@@ -84,11 +85,37 @@ def auth_init(
 
 
 @command(auth_app, "add-learner")
-def auth_add_learner(folder: FolderArgument, name: NameArgument) -> None:
+def auth_add_learner(
+    folder: FolderArgument,
+    name: NameArgument,
+    holds: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--holds",
+            help="a module of the run of which it may send updates, with --run; repeat for each "
+            "[default: all]",
+            metavar="MODULE",
+        ),
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            help="TOML file of the run, with the operator's credentials; it must have been created",
+            metavar="RUN",
+        ),
+    ] = None,
+) -> None:
     """Create credentials for a learner."""
     from diloco.operate.auth import nats_config_and_credentials as auth
 
-    _tell_added(folder, auth.add(folder, name, "learner"))
+    if bool(holds) != bool(run):
+        raise ConfigError(
+            "--holds and --run belong together: the run says which fragments a module has",
+            hint="give both, or neither: then the learner may send updates of all modules",
+        )
+    fragments = asyncio.run(auth.fragments_of(run, holds)) if run and holds else ()
+    _tell_added(folder, auth.add(folder, name, "learner", fragments=fragments))
 
 
 @command(auth_app, "add-aggregator")
@@ -151,7 +178,8 @@ def auth_list(folder: FolderArgument) -> None:
     from diloco.operate.auth import nats_config_and_credentials as auth
 
     for one in auth.identities(folder):
-        say_plainly(f"{one.role:<10} {one.name:<40} {one.public_key}")
+        only = f"  fragments {', '.join(map(str, one.fragments))} alone" if one.fragments else ""
+        say_plainly(f"{one.role:<10} {one.name:<40} {one.public_key}{only}")
 
 
 @command(host, "guard", logs="info")

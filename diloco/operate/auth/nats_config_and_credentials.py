@@ -14,7 +14,7 @@ import ipaddress
 import os
 import secrets
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from importlib import resources
 from pathlib import Path
@@ -34,6 +34,7 @@ from diloco.common.protocol.errors import ConfigError
 from diloco.common.protocol.names import valid_name
 from diloco.operate.auth.permissions import Identity, render_accounts
 from diloco.run.cli.folders import make_folder
+from diloco.run.cli.opening import open_run
 
 OPERATOR = "operator"
 # Names that no learner, aggregator or reader may have, as the tape and the logs use them.
@@ -99,11 +100,17 @@ def init(
     return path, servers
 
 
-def add(folder: Path, name: str, role: Role, processes: int = PROCESSES) -> Path:
+def add(
+    folder: Path,
+    name: str,
+    role: Role,
+    processes: int = PROCESSES,
+    fragments: tuple[int, ...] = (),
+) -> Path:
     """Makes credentials for a new identity, and returns their path.
 
     The identity can connect once the servers have reloaded, with up to `processes` processes at
-    once.
+    once. A learner may send updates of `fragments` alone; if empty, of all.
 
     Raises:
         ConfigError: an identity has that name already, or `init` was not called.
@@ -120,7 +127,24 @@ def add(folder: Path, name: str, role: Role, processes: int = PROCESSES) -> Path
             f"there is an identity {name!r} in {folder} already",
             hint="take another name; to give it new keys, revoke it first",
         )
-    return _add(folder, state, name, role, processes)
+    return _add(folder, state, name, role, processes, fragments)
+
+
+async def fragments_of(target: str, modules: Sequence[str]) -> tuple[int, ...]:
+    """Returns the indices of the fragments of some modules of a run.
+
+    Args:
+        target: RUN, which must have been created, as its layout divides modules into fragments.
+        modules: names of modules.
+
+    Raises:
+        TaskError: no tensor of the run is in such a module.
+        DilocoError: the run cannot be opened.
+    """
+    async with open_run(target, reads=True) as opened:
+        layout = opened.context.layout
+    held = layout.in_order(modules, "--holds gives the learner")
+    return tuple(fragment.index for fragment in layout.held(held))
 
 
 def revoke(folder: Path, name: str) -> None:
@@ -153,7 +177,14 @@ def public_key(credentials: Credentials) -> str:
     return public
 
 
-def _add(folder: Path, state: _State, name: str, role: Role, processes: int = PROCESSES) -> Path:
+def _add(
+    folder: Path,
+    state: _State,
+    name: str,
+    role: Role,
+    processes: int = PROCESSES,
+    fragments: tuple[int, ...] = (),
+) -> Path:
     seed = nkeys.encode_seed(secrets.token_bytes(32), nkeys.PREFIX_BYTE_USER)
     credentials = Credentials(
         run=state.run, identity=name, role=role, seed=seed.decode(), processes=processes
@@ -161,7 +192,8 @@ def _add(folder: Path, state: _State, name: str, role: Role, processes: int = PR
     path = _credentials_path(folder, name)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     _write(path, render_credentials(credentials).encode(), secret=True)
-    more = (*state.identities, Identity(name, role, public_key(credentials), processes))
+    one = Identity(name, role, public_key(credentials), processes, fragments)
+    more = (*state.identities, one)
     _save(folder, state.model_copy(update={"identities": more}))
     return path
 

@@ -31,12 +31,14 @@ class Identity(NamedTuple):
     Attributes:
         public_key: the public part of its nkey.
         processes: the most processes that may connect at once.
+        fragments: of a learner, the only fragments of which it may send updates; empty: all.
     """
 
     name: str
     role: Role
     public_key: str
     processes: int = PROCESSES
+    fragments: tuple[int, ...] = ()
 
 
 class Grants(NamedTuple):
@@ -55,21 +57,27 @@ def grants(run: str, identity: Identity) -> Grants:
     """Returns an identity's permissions in the run's account; the operator needs none of these."""
     match identity.role:
         case "learner":
-            return _learner(run, identity.name)
+            return _learner(run, identity.name, identity.fragments)
         case "reader":
             return _reader(run, identity)
         case _:
             return _aggregator(run)
 
 
-def _learner(run: str, learner: str) -> Grants:
-    """Returns a learner's grants: to write its own subjects, and to read the run's and its own."""
+def _learner(run: str, learner: str, fragments: tuple[int, ...]) -> Grants:
+    """Returns a learner's grants: to write its own subjects, and to read the run's and its own.
+
+    Args:
+        run: the run's name.
+        learner: the learner's name.
+        fragments: the only fragments of which it may send updates; empty: all.
+    """
     tape, ops = names.tape_stream(run), names.ops_stream(run)
     own = (
         names.join(run, learner),
         names.leave(run, learner),
         names.claim(run, learner),
-        names.update(run, learner, "*"),
+        *(names.update(run, learner, fragment) for fragment in fragments or ("*",)),
     )
     readable = (
         names.spec(run),
