@@ -403,6 +403,15 @@ def test_a_copy_of_damaged_data_stops_and_continues_when_it_is_repaired(place, t
     assert not (tmp_path / "other" / ".prepare").exists()
 
 
+def test_a_shard_that_was_cut_in_the_copy_is_copied_again(whole, place):
+    shard = min(place.glob("train*.npy"))
+    shard.chmod(0o644)
+    shard.write_bytes(shard.read_bytes()[:-2])
+    done = command("copy", whole / "data", place)
+    assert done.exit_code == 0, done.output
+    assert shard.read_bytes() == (whole / "data" / shard.relative_to(place)).read_bytes()
+
+
 def test_a_copy_takes_no_folder_that_has_something_else(whole, place, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x").write_text("")

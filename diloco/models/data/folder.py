@@ -100,8 +100,11 @@ def copy(source: str, out: str, hear: Hear) -> TokenManifest:
         there = {info.name: info.size_bytes for info in store.list("")}
         done = 0
         for shard in manifest.shards:
-            # Objects are stored whole or not at all.
-            if there.get(shard.name) != shard.size_bytes:
+            size = there.get(shard.name)
+            if size not in (None, shard.size_bytes):
+                # Objects are stored whole or not at all: this one was damaged later.
+                store.delete(shard.name)
+            if size != shard.size_bytes:
                 store.put(shard.name, _verified(source, shard, read))
             done += shard.size_bytes
             hear(done, manifest.size_bytes)
