@@ -95,7 +95,8 @@ def learner_status(
         bytes_down=beat.bytes_down if beat else 0,
         merged=known.merged,
         rejected=known.rejected,
-        tokens=known.tokens // max(1, moment.fragments),
+        # Of a learner of some modules only the fragments that it holds have it as a member.
+        tokens=known.tokens // max(1, len(read.members) if known.holds else moment.fragments),
         reasons=dict(known.reasons),
         less=dict(known.less),
         offences=max((one.offences for one in read.members), default=0),

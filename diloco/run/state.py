@@ -227,7 +227,7 @@ class LearnerStatus:
         trouble: the error or difficulty that its heartbeat states; `local_step` to `bytes_down`
             are from its heartbeat as well.
         merged: number of its updates merged by the records read; `rejected` likewise.
-        tokens: tokens credited for merged updates, averaged over the fragments.
+        tokens: tokens credited for merged updates, averaged over the fragments that it holds.
         reasons: rejected updates by reason; `less`: merged updates that count for less than they
             claim, by limit: "steps" without the time for them, "weight" or "norm" far above the
             others'.

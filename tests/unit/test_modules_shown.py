@@ -55,6 +55,14 @@ def test_a_learner_that_does_not_hold_a_fragment_has_not_left_the_run() -> None:
     assert (one.holds, other.holds) == (("trunk", "plus"), ("trunk", "minus"))
 
 
+def test_the_tokens_of_a_learner_are_averaged_over_what_it_holds() -> None:
+    known = seen(("trunk", "plus"), ())
+    for history in known.known.values():
+        history.tokens = 600
+    part, whole = known.run(2.0).learners
+    assert (part.tokens, whole.tokens) == (300, 200)
+
+
 def test_a_module_that_nobody_holds_is_told() -> None:
     assert unheld(seen(("trunk", "plus"), ("trunk",))) == ["module minus"]
     assert unheld(seen(("trunk", "plus"), ("trunk", "minus"))) == []
