@@ -252,8 +252,8 @@ def make_layout(
         hint: returns the task's `TensorHint` for a tensor's name and shape.
 
     Raises:
-        ConfigError: no tensor can be trained, two have one name, one is empty, P is too small, or
-            some tensors name a module and others do not.
+        ConfigError: no tensor can be trained, two have one name, one is empty, P is too small,
+            some tensors name a module and others do not, or a module has no synchronized tensor.
     """
     leaves = tuple(tensors)
     _check(leaves)
@@ -264,7 +264,9 @@ def make_layout(
             hint="let the task's init, or what is given to `create`, have at least one float array",
         )
     synced = tuple(t for t in leaves if kinds[t.name] in ("trained", "averaged"))
+    constants = tuple(t for t in leaves if kinds[t.name] not in ("trained", "averaged"))
     modules = _modules(synced, hint)
+    _check_homes(constants, modules, hint)
     state = {
         module: tuple(t for t in members if kinds[t.name] == "averaged")
         for module, members in modules.items()
@@ -285,7 +287,7 @@ def make_layout(
     placed = tuple(_place(index, cuts, block) for index, (_, cuts) in enumerate(bins))
     layout = Layout(
         tensors=synced,
-        constants=tuple(t for t in leaves if kinds[t.name] not in ("trained", "averaged")),
+        constants=constants,
         fragments=placed,
         block=block,
         digest="",
@@ -324,6 +326,24 @@ def _modules(synced: tuple[Tensor, ...], hint: Hint) -> dict[str, tuple[Tensor, 
                 hint="use lower-case letters, digits and -, at most 40, a letter or digit first",
             )
     return found
+
+
+def _check_homes(constants: tuple[Tensor, ...], modules: Iterable[str], hint: Hint) -> None:
+    """Checks that leaves that are not synchronized are in modules of leaves that are, or in none.
+
+    Raises:
+        ConfigError: a leaf is in another module, which no learner of some modules could hold.
+    """
+    for leaf in constants:
+        module = hint(leaf.name, leaf.shape).module
+        if module and module not in modules:
+            known = ", ".join(repr(name) for name in modules if name) or "none"
+            raise ConfigError(
+                f"the leaf {leaf.name!r}, which is not synchronized, is in the module "
+                f"{module!r:.80}, and no synchronized tensor is; modules of these are: {known}",
+                hint="let the task's hint give it one of these modules, or none: then each learner"
+                " has it",
+            )
 
 
 def _counts(

@@ -303,6 +303,14 @@ def test_modules_without_a_layout(modules, fragments, named):
         make_layout(BASE, fragments=fragments, block=16, hint=hinted(**modules))
 
 
+def test_a_leaf_in_a_module_that_nobody_could_hold_has_no_layout():
+    def hint(name, _shape):
+        return TensorHint(module="y", kind="frozen") if name == "b" else TensorHint(module="x")
+
+    with pytest.raises(ConfigError, match="'b', which is not synchronized, is in the module 'y'"):
+        make_layout(BASE, fragments=1, block=16, hint=hint)
+
+
 # The digest
 
 BASE = [
