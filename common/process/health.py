@@ -147,6 +147,8 @@ def step_limit_s(watchdog_timeout_s: float, step_time_s: float) -> float:
 LOOK_S = 1.0
 # The seconds that a start asks for each time, enough for a busy machine.
 EXTEND_S = 60.0
+# Whether the daemon waits for NATS or the store, "1" or "0". systemd ignores what begins with "X_".
+WAITS = "X_DILOCO_WAITS"
 # The longest shutdown, with the end of the interpreter, in seconds.
 END_S = 600.0
 
@@ -220,6 +222,6 @@ async def report(health: Health, manager: ServiceManager) -> None:
             tell(manager, WATCHDOG="1")
         status = answer.sentence()
         if status != said:
-            tell(manager, STATUS=status)
+            tell(manager, STATUS=status, **{WAITS: str(int(bool(answer.waiting)))})
             said = status
         await asyncio.sleep(min(LOOK_S, manager.watchdog_s / 4 or LOOK_S))

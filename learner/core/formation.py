@@ -119,6 +119,7 @@ class HostReport(NamedTuple):
         over: the learner has ended; no further formation begins.
         newest: (incarnation, local step) of the newest part of a checkpoint on its host; None: it
             has none.
+        trains: its training process has begun to train, and waits for neither NATS nor the store.
     """
 
     host: int
@@ -132,6 +133,7 @@ class HostReport(NamedTuple):
     leaving: bool
     over: bool
     newest: tuple[int, int] | None
+    trains: bool = False
 
 
 # --- What a supervisor is to do
@@ -248,10 +250,15 @@ def ended(state: Agreement, formation: int, status: int, now_s: float) -> Agreem
 
 
 def noted(
-    state: Agreement, *, leaving: bool, address: str, newest: tuple[int, int] | None
+    state: Agreement,
+    *,
+    leaving: bool,
+    address: str,
+    newest: tuple[int, int] | None,
+    trains: bool,
 ) -> Agreement:
     """Returns the state with a new report of this supervisor; arguments as in `HostReport`."""
-    report = state.me._replace(leaving=leaving, address=address, newest=newest)
+    report = state.me._replace(leaving=leaving, address=address, newest=newest, trains=trains)
     return replace(state, me=report)
 
 
@@ -399,7 +406,8 @@ def _judging(
         }
         if asked and not gone | failed and UNREADY in ended_with.values():
             return _closed(state, formation)
-        state = _closing(state, formation, gone | failed, now_s)
+        blamed = gone | failed or _stuck(rules, formation, present, ended_with)
+        state = _closing(state, formation, blamed, now_s)
         superseded = Exit.SUPERSEDED in ended_with.values()
         return _superseded(rules, state, present, formation, now_s) if superseded else state
     state = _forgiving(state, formation, now_s)
@@ -413,7 +421,11 @@ def _judging(
         for number in _ready(rules, state, present, now_s)
         if now_s - max(state.formed_s, state.whole_since[number]) >= rules.settle_s
     }
-    regroups = leaving or settled > set(formation.slices)
+    # To grow, a formation must train: what starts would begin anew with each slice that comes, and
+    # what is cut off from NATS or the store trains on, but could not begin again.
+    hosts = [host for number in formation.slices for host in rules.hosts_of(number)]
+    grows = settled > set(formation.slices) and all(present[host].trains for host in hosts)
+    regroups = leaving or grows
     return _with_formation(state, formation, formation.number if regroups else 0)
 
 
@@ -469,6 +481,24 @@ def _ended_with(
                 yield host, report.process.status
             elif report.process.phase == "none":  # Its host has given it up.
                 yield host, int(Exit.PASSING)
+
+
+def _stuck(
+    rules: FormationRules,
+    formation: Formation,
+    present: Mapping[int, HostReport],
+    ended_with: Mapping[int, int],
+) -> set[int]:
+    """Returns the slices for which the others of a formation waited in vain; empty: nobody knows.
+
+    If it never trained, these are the few whose processes still run while the others gave them up:
+    one that leads the others waits for NATS as long as it takes.
+    """
+    hosts = [host for number in formation.slices for host in rules.hosts_of(number)]
+    ran = [host for host in hosts if host not in ended_with]
+    if any(present[host].trains for host in hosts) or len(ran) >= len(ended_with):
+        return set()
+    return {rules.slice_of(host) for host in ran}
 
 
 def _is_to_blame(status: int) -> bool:

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 from diloco.common.process import log
 from diloco.common.process.config import Config, ServiceManager, environment_with, service_manager
-from diloco.common.process.health import END_S, tell
+from diloco.common.process.health import END_S, WAITS, tell
 from diloco.common.process.nats_server import free_port
 from diloco.common.process.tasks import Tasks
 from diloco.common.protocol import names
@@ -203,6 +203,7 @@ class _Supervisor:
             leaving=self._signals > 0,
             address=self._state.me.address,
             newest=newest_part(self._folder),
+            trains=self._child is not None and self._words.trains,
         )
         before = self._state.me.formation
         self._state, actions = formation.decide(self._rules, self._state, time.monotonic())
@@ -267,6 +268,8 @@ class _Supervisor:
         elif self._state.asked == made.number:  # While the checkpoint was copied.
             self._ask(child)
         status = await started.wait()
+        with contextlib.suppress(ProcessLookupError):  # Its workers, if it has left any.
+            os.killpg(started.pid, signal.SIGKILL)
         if made.number == self._state.asked == self._killed:
             status = formation.UNREADY
         if child is self._child:
@@ -282,6 +285,7 @@ class _Supervisor:
             leaving=self._signals > 0,
             address=address,
             newest=self._state.me.newest,
+            trains=False,
         )
 
     def _is_under_way(self, made: formation.Formation) -> bool:
@@ -490,7 +494,7 @@ class _Words:
         manager: the real systemd, if it started the supervisor.
 
     Attributes:
-        ready: the process trains.
+        ready: the process has begun to train.
     """
 
     def __init__(self, manager: ServiceManager) -> None:
@@ -499,7 +503,7 @@ class _Words:
         self._began_s = 0.0
         self._heard_s: float | None = None
         self.ready = False
-        self._stopping = False
+        self._stopping = self._waits = False
         self._said = ""
         self._slices = ""
         self._status = ""
@@ -518,6 +522,11 @@ class _Words:
         finally:
             transport.close()
 
+    @property
+    def trains(self) -> bool:
+        """True if the process has begun to train, and waits for neither NATS nor the store."""
+        return self.ready and not self._waits
+
     def environment(self) -> dict[str, str | None]:
         """Returns the variables with which a training process sends its notifications here."""
         return {
@@ -529,7 +538,7 @@ class _Words:
     def begin(self) -> None:
         """Notes that a training process is started."""
         self._began_s, self._heard_s = time.monotonic(), None
-        self.ready = self._stopping = False
+        self.ready = self._stopping = self._waits = False
 
     def silent_s(self, limit_s: float) -> float:
         """Returns for how long the process has been silent, if that is too long; else 0.
@@ -560,6 +569,8 @@ class _Words:
             self._heard_s = time.monotonic()
         self.ready = self.ready or "READY" in fields
         self._stopping = self._stopping or "STOPPING" in fields
+        if WAITS in fields:
+            self._waits = fields[WAITS] == "1"
         self._status = fields.get("STATUS", self._status)
 
 

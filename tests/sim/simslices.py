@@ -185,7 +185,14 @@ class SlicedLearner(SimLearner):
         # Who was cut off when the run ended waits for the others, until an operator stops it.
         left_over = self._is_calm() and self.world.checkers.end_seq and not self._runs
         leaving = bool(self.leave_asked or left_over or host in self._leaving)
-        state = formation.noted(state, leaving=leaving, address=state.me.address, newest=None)
+        program = self._runs.get(host)
+        state = formation.noted(
+            state,
+            leaving=leaving,
+            address=state.me.address,
+            newest=None,
+            trains=program is not None and bool(program.incarnation),
+        )
         state, actions = formation.decide(self.rules, state, self._now_s)
         self._hosts[host] = state
         for action in actions:

@@ -49,6 +49,8 @@ class World:
     joins: list = field(default_factory=list)
     leaving: set = field(default_factory=set)
     starts_s: float = STARTS_S
+    # NATS cannot be reached.
+    offline: bool = False
     whole_s: float = 0.0
 
     def start(self, host):
@@ -110,8 +112,13 @@ class World:
 
     def tick(self, host):
         state = self.states[host]
+        process = self.processes.get(host)
         state = formation.noted(
-            state, leaving=host in self.leaving, address=state.me.address, newest=state.me.newest
+            state,
+            leaving=host in self.leaving,
+            address=state.me.address,
+            newest=state.me.newest,
+            trains=process is not None and process.formation in self.joins and not self.offline,
         )
         state, actions = formation.decide(self.rules, state, self.now_s)
         self.states[host] = state
@@ -270,11 +277,50 @@ def test_a_process_that_is_asked_to_leave_while_it_starts_has_not_failed():
     world.run(30)
     world.kill_machine(2)
     world.run(3)
-    world.start(2)  # Its slice has settled while those that are left still start.
-    world.run(45)
-    assert world.trains() == [(0, 1, 2, 3)]
+    world.leaving.add(6)  # Those that are left still start.
+    world.run(60)
+    assert world.trains() == [(0, 2)]
     # Only the slice that was lost was blamed.
     assert set(world.states[0].strikes) == {1}
+
+
+def test_a_slice_that_comes_does_not_end_what_still_starts():
+    world = World(FormationRules(slices=6, hosts=1, least=1, silent_s=3.0), starts_s=120.0)
+    for host in range(6):
+        world.start(host)
+        world.run(60)
+    assert world.joins[0].slices == (0,)
+    world.run(20 + 2 * 120)
+    assert world.trains() == [(0, 1, 2, 3, 4, 5)]
+    assert [len(made.slices) for made in world.joins] == [1, 3, 5, 6]
+
+
+def test_who_trains_without_nats_takes_no_slice_in_before_it_is_back():
+    world = world_of()
+    world.run(30)
+    world.kill_machine(2)
+    world.run(20)
+    world.offline = True
+    world.start(2)
+    world.run(60)
+    assert world.trains() == [(0, 2, 3)]
+    world.offline = False
+    world.run(10)
+    assert world.trains() == [(0, 1, 2, 3)]
+
+
+def test_a_slice_for_which_the_others_wait_in_vain_is_left_out():
+    """Its first host leads the others, and never reaches NATS."""
+    world = world_of()
+    world.starts_s = 1e9
+    world.run(30)
+    for host in range(1, 8):
+        world.end_process(host, int(Exit.PASSING))
+    world.run(1)
+    world.starts_s = STARTS_S
+    world.run(1)
+    assert world.states[0].strikes == {0: 1}
+    assert {one.formation.slices for one in world.processes.values()} == {(1, 2, 3)}
 
 
 @pytest.mark.parametrize("status", [KILLED, 1, int(Exit.PASSING), formation.ABORTED])
@@ -404,7 +450,7 @@ def test_a_new_host_copies_the_newest_checkpoint_of_its_place():
     reports = {}
     for host, newest in enumerate([(7, 90), (7, 10), (9, 30), (7, 20), None, None]):
         state = formation.begin(host, f"boot-{host}", "", 0.0)
-        state = formation.noted(state, leaving=False, address=f"h:{host}", newest=newest)
+        state = formation.noted(state, leaving=False, address=f"h:{host}", newest=newest, trains=False)
         reports[host] = state
     for host, source in enumerate([2, 3, None, None, 2, 3]):
         state = reports[host]
