@@ -21,6 +21,7 @@ from jax._src import cache_key, distributed  # JAX has no public names for these
 from diloco.common.process import cores, log
 from diloco.common.process.config import cache_home
 from diloco.common.process.file_lock import file_lock
+from diloco.common.process.release import lock, release
 
 # The most bytes of all cached programs together; the least recently used programs are deleted.
 MOST_BYTES: Final = 1 << 30
@@ -28,6 +29,10 @@ MOST_BYTES: Final = 1 << 30
 PATIENCE_S: Final = 120.0
 _READING: Final = "Error reading persistent compilation cache entry"
 _WRITING: Final = "Error writing persistent compilation cache entry"
+# What the file of a rehearsal has: a letter for each try that has not come back, or that it passed.
+_PASSED: Final = "passed"
+_BEGUN: Final = "."
+_MOST_TRIES: Final = 2
 ADVICE: Final = (
     "set learner.compilation_cache_dir to a folder where this user may write, or nothing is kept"
 )
@@ -76,23 +81,29 @@ class CompiledPrograms:
 
     @contextlib.contextmanager
     def rehearsing(self, what: str) -> Iterator[bool]:
-        """A block that compiles programs for later; yields whether it was passed before.
+        """A block that compiles programs for later; yields whether there is nothing more to do.
 
-        An error in it is only logged: without these programs a later start takes longer.
+        An error in it is only logged: without these programs a later start takes longer. What has
+        ended this process twice is not tried again.
 
         Args:
             what: a key that is equal for equal programs.
         """
-        name = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
+        key = f"{what} {release()} {lock()}"
+        name = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
         mark = None if self.folder is None else self.folder / f"{name}.rehearsed"
-        if mark is None or mark.exists():
+        tries = mark.read_text() if mark is not None and mark.exists() else ""
+        if mark is None or tries in (_PASSED, _BEGUN * _MOST_TRIES):
             yield True
             return
         self.logger.info("rehearsing")
         try:
+            mark.write_text(tries + _BEGUN)
             yield False
-            mark.write_bytes(b"")
+            mark.write_text(_PASSED)
         except Exception as error:  # noqa: BLE001 - this learner trains without them
+            with contextlib.suppress(OSError):
+                mark.unlink()
             self.logger.warning("rehearsal_failed", error=str(error))
 
     def _drop(self, damaged: Iterable[str]) -> None:

@@ -134,11 +134,8 @@ class Host:
 
     def alike(self) -> str:
         """Returns as text the settings by which all hosts of a learner must do the same."""
-        section = self.config.learner
         return (
-            f"slices {section.slices}, min_slices {section.min_slices}, "
-            f"peers {len(section.peers)}, keep_batch {section.keep_batch}, "
-            f"snapshot_steps {section.snapshot_steps}, {self.member.tokens_per_step} tokens a step"
+            f"{self.config.alike(self.member.learner)}, {self.member.tokens_per_step} tokens a step"
             f", modules {' '.join(self.member.holds) or 'all'}"
         )
 

@@ -24,8 +24,6 @@ MOST_IDENTITIES = 30
 LIVENESS_PORT = 9463
 # The port of the supervisors of several slices, as in infra/terraform/main.tf.
 SUPERVISOR_PORT = 9466
-# The most hosts of a learner of several slices: each is told the names of all in one variable.
-MOST_SUPERVISORS = 1024
 # Ports of JAX's coordinator and libtpu, which the firewall of modules/learner opens.
 TPU_PORTS = range(8470, 8491)
 # The number of addresses of a range that Google reserves.

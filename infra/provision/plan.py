@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco.common.process.config import Config, RunSettings
+from diloco.common.process.config import MOST_SUPERVISORS, Config, RunSettings
 from diloco.common.protocol.errors import ConfigError
 from diloco.infra.provision.building import ONE_DEVICE, check_run, model_or_fault
 from diloco.infra.provision.check_machines import check_machines
@@ -21,7 +21,7 @@ from diloco.infra.provision.files import (
 )
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, chips_of, machines_of, read_fleet
 from diloco.infra.provision.known import Known, known
-from diloco.infra.provision.places import MOST_SUPERVISORS, check_places
+from diloco.infra.provision.places import check_places
 from diloco.learner.tensors.tree import task_layout
 from diloco.plan.costs import REST_BYTES
 from diloco.plan.inputs import read_prices

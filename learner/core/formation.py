@@ -120,6 +120,7 @@ class HostReport(NamedTuple):
         newest: (incarnation, local step) of the newest part of a checkpoint on its host; None: it
             has none.
         trains: its training process has begun to train, and waits for neither NATS nor the store.
+        alike: the settings that all hosts must have alike, as text.
     """
 
     host: int
@@ -134,6 +135,7 @@ class HostReport(NamedTuple):
     over: bool
     newest: tuple[int, int] | None
     trains: bool = False
+    alike: str = ""
 
 
 # --- What a supervisor is to do

@@ -34,6 +34,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +119,10 @@ class _Supervisor:
         self._port = int(port)
         with self._own_address():
             address = self._new_address()
-        self._state = formation.begin(section.host, secrets.token_hex(8), address, time.monotonic())
+        begun = formation.begin(section.host, secrets.token_hex(8), address, time.monotonic())
+        self._state = replace(begun, me=begun.me._replace(alike=config.alike(learner)))
+        # By host: the newest report of one whose settings are not this host's, and when it came.
+        self._unlike: dict[int, tuple[HostReport, float]] = {}
         self._manager = service_manager()
         self._words = _Words(self._manager)
         self._callers: dict[int, asyncio.StreamReader] = {}
@@ -191,6 +195,7 @@ class _Supervisor:
     async def _decide_again_and_again(self, tasks: Tasks) -> None:
         while True:
             self._end_if_silent()
+            self._end_if_unlike()
             for action in self._decide():
                 self._act(action, tasks)
             self._words.note(self._sentence())
@@ -305,6 +310,34 @@ class _Supervisor:
             self._logger.warning("training_silent", silent_s=round(silent_s, 1))
             self._kill()
 
+    def _end_if_unlike(self) -> None:
+        """Ends this supervisor if its settings are those of fewer hosts than others are.
+
+        Of groups of equal size one that trains stays, then the one with the lowest host.
+
+        Raises:
+            ConfigError: this host's settings are not those of the other hosts.
+        """
+        me, since_s = self._state.me, time.monotonic() - self._rules.silent_s
+        known = [*self._unlike.values(), *self._state.heard.values()]
+        groups = {me.alike: [me]}
+        for report, came_s in known:
+            if came_s >= since_s:
+                groups.setdefault(report.alike, []).append(report)
+
+        def rank(alike: str) -> tuple[int, bool, int]:
+            there = groups[alike]
+            trains = any(report.formation is not None for report in there)
+            return len(there), trains, -min(report.host for report in there)
+
+        most = max(groups, key=rank)
+        if most != me.alike:
+            hosts = ", ".join(str(report.host) for report in groups[most])
+            raise ConfigError(
+                f"this host's settings are {me.alike}; those of host {hosts} are {most}",
+                hint="give all hosts of a learner the same configuration and release",
+            )
+
     def _ask(self, child: _Child) -> None:
         """Asks a training process to end; one that does not train yet loses nothing if killed.
 
@@ -386,6 +419,7 @@ class _Supervisor:
                     self._logger.warning("supervisor_refused", peer=address)
                 return
             writer.write(self._proof(theirs + ours))
+            _end_when_gone(writer)
             await self._serve(reader, writer)
         except WireError as error:
             if self._is_new("supervisor_unreadable", error.message):
@@ -420,9 +454,14 @@ class _Supervisor:
     def _expects(self, report: HostReport) -> bool:
         """True for a report of another host of `learner.peers`; warns of others."""
         host, count = report.host, len(self._section.peers)
-        if host != self._section.host and host in range(count):
-            return True
         error = f"host {host} calls host {self._section.host} of {count}"
+        if host != self._section.host and host in range(count):
+            if report.alike == self._state.me.alike:
+                self._unlike.pop(host, None)
+                return True
+            # It is not heard: one of the two ends.
+            self._unlike[host] = report, time.monotonic()
+            error = f"host {host} has the settings {report.alike}"
         hint = "give all hosts the same learner.peers, and each its own number"
         if self._is_new("supervisor_unexpected", error):
             self._logger.warning("supervisor_unexpected", error=error, hint=hint)
@@ -642,6 +681,14 @@ def _limit_silence(writer: asyncio.StreamWriter) -> None:
     """Makes the kernel end a connection over which nothing is acknowledged."""
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(CALL_S * 1000))
+
+
+def _end_when_gone(writer: asyncio.StreamWriter) -> None:
+    """Makes the kernel end a connection to a machine that is gone, although nothing is written."""
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(UNREACHED_S))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(CALL_S))
 
 
 def _die_with_parent() -> None:

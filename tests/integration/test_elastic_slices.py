@@ -172,7 +172,8 @@ def test_hosts_whose_files_differ_do_not_train(new_world, last):
     hosts = start(world, slices=2, min_slices=2, last=last)
     assert hosts[1].wait() == Exit.CONFIG
     said = hosts[1].log()
-    assert "settings of the learner" in said
+    assert "this host's settings are" in said
+    assert "those of host 0 are" in said
     for settings in ("snapshot_steps 2", "keep_batch True"):
         assert settings in said
 

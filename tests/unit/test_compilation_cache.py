@@ -165,3 +165,14 @@ def test_what_is_compiled_for_later_is_compiled_once_and_an_error_in_it_ends_not
             if fails:
                 raise ValueError("no such mesh")
     assert passed == [False, False, True]
+
+
+def test_what_ended_the_process_twice_is_not_compiled_for_later_again(tmp_path):
+    programs = compilation_cache.CompiledPrograms(tmp_path, log.get())
+    passed = []
+    for _ in range(3):
+        # The process is gone amid the block: nothing behind it runs.
+        block = programs.rehearsing("a step")
+        passed.append(block.__enter__())
+        del block
+    assert passed == [False, False, True]

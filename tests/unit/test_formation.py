@@ -450,7 +450,9 @@ def test_a_new_host_copies_the_newest_checkpoint_of_its_place():
     reports = {}
     for host, newest in enumerate([(7, 90), (7, 10), (9, 30), (7, 20), None, None]):
         state = formation.begin(host, f"boot-{host}", "", 0.0)
-        state = formation.noted(state, leaving=False, address=f"h:{host}", newest=newest, trains=False)
+        state = formation.noted(
+            state, leaving=False, address=f"h:{host}", newest=newest, trains=False
+        )
         reports[host] = state
     for host, source in enumerate([2, 3, None, None, 2, 3]):
         state = reports[host]

@@ -155,13 +155,18 @@ def test_the_watchdog_hears_from_a_loop_that_turns_and_not_from_one_that_hangs(
 ) -> None:
     systemd, heard = manager
     clock = Clock()
-    health = Health(limit_s=lambda: 30.0, view=working, clock=clock)
+    waits: list[str] = []
+    health = Health(limit_s=lambda: 30.0, view=working, clock=clock, waiting=lambda: tuple(waits))
     health.turned()
 
     async def look() -> tuple[list[str], list[str]]:
         task = asyncio.ensure_future(report(health, systemd))
         alive: list[str] = []
         while alive.count("WATCHDOG=1") < 2:
+            await asyncio.sleep(0.01)
+            alive += heard()
+        waits.append("publishing")
+        while not any("X_DILOCO_WAITS=1" in one for one in alive):
             await asyncio.sleep(0.01)
             alive += heard()
         clock.now_s += 31
@@ -172,7 +177,10 @@ def test_the_watchdog_hears_from_a_loop_that_turns_and_not_from_one_that_hangs(
         return alive, heard()
 
     alive, hung = run_async(look())
-    assert alive.count("STATUS=trains") == 1
+    assert [one for one in alive if "STATUS" in one] == [
+        "STATUS=trains\nX_DILOCO_WAITS=0",
+        "STATUS=trains; waits: publishing\nX_DILOCO_WAITS=1",
+    ]
     assert "WATCHDOG=1" not in hung
 
 

@@ -1,6 +1,8 @@
 """A learner of several slices: its settings, its mesh, its batch, and who may be its supervisor."""
 
 import asyncio
+import contextlib
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import psutil
 import pytest
 
 from diloco.common.process.config import LearnerSection, MeshSection, load_config, make_config
 from diloco.common.process.nats_server import LOOPBACK, free_port
 from diloco.common.process.tasks import Tasks
 from diloco.common.protocol.errors import ConfigError
+from diloco.learner.core import formation
 from diloco.learner.core.formation import MOST_HOSTS, Begin, Formation, TrainingProcess
 from diloco.learner.hosts import supervisor
 from diloco.learner.hosts.messages import PartAsked, Report, frame
@@ -43,6 +47,11 @@ GIVEN = {"slices": 2, "peers": PEERS, "checkpoint_dir": "/checkpoints"}
         ({"checkpoint_keep": 1}, "checkpoint_keep is 1, but hosts finish a checkpoint one after"),
         ({"silent_s": 0.5}, "silent_s is 0.5, but supervisors report every quarter"),
         ({"slices": 1}, "peers names the hosts of several slices, but slices is 1"),
+        ({"warm_start": True}, "set warm_start to false"),
+        (
+            {"peers": tuple(f"10.0.{host >> 8}.{host & 255}:1" for host in range(1026))},
+            "peers names 1026 hosts, and 1024 supervisors",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(wrong, words):
@@ -321,3 +330,49 @@ def test_a_stranger_is_told_nothing(tmp_path):
         return said
 
     assert asyncio.run(answered()) == b""
+
+
+def test_of_hosts_whose_settings_differ_those_end_of_whom_there_are_fewer(tmp_path, capsys):
+    here = supervisor_of(tmp_path, tuple(f"{LOOPBACK}:{free_port()}" for _ in range(4)), 1)
+    me = here._state.me
+
+    def hears(host, alike="other settings", made=None):
+        report = me._replace(host=host, alike=alike, formation=made)
+        assert here._expects(report) == (alike == me.alike)
+        if alike == me.alike:
+            here._state = formation.heard(here._state, report, time.monotonic())
+
+    here._end_if_unlike()
+    hears(2)
+    here._end_if_unlike()  # One of each: the lower host stays.
+    made = Formation(MOST_HOSTS, (1,), ("one", "other"), f"{LOOPBACK}:3")
+    hears(2, made=made)
+    with pytest.raises(ConfigError, match="those of host 2 are other settings"):
+        here._end_if_unlike()  # But the other one trains.
+    hears(3, me.alike)
+    here._end_if_unlike()
+    hears(0)
+    with pytest.raises(ConfigError, match="those of host 2, 0 are other settings"):
+        here._end_if_unlike()
+    assert "other settings" in capsys.readouterr().out
+
+
+def test_the_workers_of_a_training_process_end_with_it(tmp_path, monkeypatch):
+    here = supervisor_of(tmp_path, tuple(f"{LOOPBACK}:{free_port()}" for _ in range(2)), 0)
+    begin, worker = asyncio.create_subprocess_exec, tmp_path / "worker"
+    script = f"sleep 600 & echo $! > {worker}; kill -ABRT $$"
+
+    async def crashing(*_words, preexec_fn, **given):
+        del preexec_fn  # JAX, which a supervisor has not, warns of it.
+        return await begin("sh", "-c", script, **given)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", crashing)
+    made = Formation(MOST_HOSTS, (0, 1), ("one", "other"), f"{LOOPBACK}:3")
+    process = TrainingProcess(MOST_HOSTS, "running")
+    here._state = replace(here._state, me=here._state.me._replace(process=process, formation=made))
+    asyncio.run(here._begin(Begin(made, 0, None)))
+    assert here._state.me.process == (MOST_HOSTS, "ended", formation.ABORTED)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        left = psutil.Process(int(worker.read_text()))
+        while left.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)

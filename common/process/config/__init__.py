@@ -10,6 +10,7 @@ from diloco.common.process.config.advice import Broken, broken, warnings
 from diloco.common.process.config.daemon import (
     AXES,
     DAEMON_SECTIONS,
+    MOST_SUPERVISORS,
     AggregatorSection,
     BusSection,
     Config,

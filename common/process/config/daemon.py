@@ -1,5 +1,7 @@
 """The sections that configure one daemon; they may differ from machine to machine."""
 
+import hashlib
+import json
 import math
 from typing import Annotated, Any, Literal
 
@@ -7,6 +9,10 @@ from pydantic import Field, field_validator, model_validator
 
 from diloco.common.process.config.run import NonNegative, RunSettings, Seconds, Section, Steps
 from diloco.common.protocol.names import NAME
+
+# The most hosts of a learner of several slices: each supervisor reports to all others, and is told
+# the names of all in one variable.
+MOST_SUPERVISORS = 1024
 
 
 class BusSection(Section):
@@ -196,7 +202,7 @@ class LearnerSection(Section):
     silent_s: Seconds = Field(
         default=5.0,
         description="silence after which a host counts as lost; its training process, after twice"
-        " as long",
+        " as long: packing a checkpoint silences it for 0.75 s per GiB of the host's part",
     )
     keep_batch: bool = Field(
         default=True,
@@ -321,19 +327,12 @@ class LearnerSection(Section):
         """
         if self.min_slices > self.slices:
             raise ValueError(f"min_slices is {self.min_slices}, but there are {self.slices} slices")
-        if not self.peers or len(self.peers) % self.slices:
+        self._check_peers()
+        if self.warm_start:
             raise ValueError(
-                f"peers names {len(self.peers)} hosts, which {self.slices} slices cannot have in"
-                " equal numbers"
+                "a learner of several slices begins from its own checkpoints: set warm_start to"
+                " false"
             )
-        if len(set(self.peers)) < len(self.peers):
-            raise ValueError("peers names a host twice")
-        for peer in self.peers:
-            name, _, port = peer.rpartition(":")
-            if not name or set("/[]") & set(name) or not port.isdecimal():
-                raise ValueError(f"peers has {peer!r}, which is not host:port")
-            if int(port) not in range(1, 1 << 16):
-                raise ValueError(f"peers has {peer!r}, and ports are 1 to 65535")
         if self.hosts > 1:
             raise ValueError("peers names the hosts of all slices: leave hosts out")
         if self.host >= len(self.peers):
@@ -351,6 +350,31 @@ class LearnerSection(Section):
             raise ValueError(
                 "slices pass the inner optimizer on by checkpoints: set checkpoint_dir"
             )
+
+    def _check_peers(self) -> None:
+        """Checks the addresses of a learner's hosts.
+
+        Raises:
+            ValueError: they are not equally many of each slice, too many, or no addresses.
+        """
+        if not self.peers or len(self.peers) % self.slices:
+            raise ValueError(
+                f"peers names {len(self.peers)} hosts, which {self.slices} slices cannot have in"
+                " equal numbers"
+            )
+        if len(self.peers) > MOST_SUPERVISORS:
+            raise ValueError(
+                f"peers names {len(self.peers)} hosts, and {MOST_SUPERVISORS} supervisors can all"
+                " hear each other"
+            )
+        if len(set(self.peers)) < len(self.peers):
+            raise ValueError("peers names a host twice")
+        for peer in self.peers:
+            name, _, port = peer.rpartition(":")
+            if not name or set("/[]") & set(name) or not port.isdecimal():
+                raise ValueError(f"peers has {peer!r}, which is not host:port")
+            if int(port) not in range(1, 1 << 16):
+                raise ValueError(f"peers has {peer!r}, and ports are 1 to 65535")
 
     @property
     def slice_hosts(self) -> int:
@@ -457,6 +481,29 @@ class Config(RunSettings):
     def settings(self) -> RunSettings:
         """Returns the sections that define the run."""
         return RunSettings(**{name: getattr(self, name) for name in RunSettings.model_fields})
+
+    def alike(self, learner: str) -> str:
+        """Returns as text the settings by which all hosts of a learner must do the same.
+
+        Those that are long have a digest: the settings of the run, and how this learner trains.
+        """
+        section = self.learner
+        parts: dict[str, Any] = {
+            "run": self.settings().model_dump(mode="json"),
+            "learner": section.island(learner).model_dump(mode="json"),
+            "peers": [section.cpu_devices, *section.peers],
+        }
+        digests = {
+            name: hashlib.blake2b(json.dumps(part, sort_keys=True).encode(), digest_size=4)
+            for name, part in parts.items()
+        }
+        return ", ".join(
+            (
+                f"slices {section.slices}, min_slices {section.min_slices}",
+                f"keep_batch {section.keep_batch}, snapshot_steps {section.snapshot_steps}",
+                *(f"{name} {digest.hexdigest()}" for name, digest in digests.items()),
+            )
+        )
 
 
 DAEMON_SECTIONS = ("bus", "store", "learner", "aggregator", "gc", "metrics")
