@@ -502,6 +502,9 @@ class _Supervisor:
                     number = int(newest[0].stem) + 1 if newest else 1
                     copied.rename(self._folder / f"{number}.safetensors")
                     count += 1
+                    # Older ones make room, as when a checkpoint is made.
+                    for path in _files_of(self._folder)[self._section.checkpoint_keep :]:
+                        path.unlink()
         except (OSError, EOFError, TimeoutError) as error:
             self._logger.warning("part_not_copied", source=host, error=str(error))
             copied.unlink(missing_ok=True)
