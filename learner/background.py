@@ -17,7 +17,7 @@ from diloco.common.process import log
 from diloco.common.process.config import RunSettings
 from diloco.common.process.health import Health
 from diloco.common.process.metrics import Metrics
-from diloco.common.process.tasks import cancel
+from diloco.common.process.tasks import cancel, within
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError
 from diloco.common.storage.catchup import Change
@@ -45,7 +45,7 @@ class Background:
         Raises:
             TimeoutError: the coroutine took longer than `within_s` seconds, and is cancelled.
         """
-        limited = asyncio.wait_for(coroutine, within_s)
+        limited = within(within_s, coroutine)
         return asyncio.run_coroutine_threadsafe(limited, self.loop).result()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -43,6 +43,18 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+
+
+async def within(limit_s: float | None, awaitable: Awaitable[T]) -> T:
+    """Returns the result of `awaitable`.
+
+    `asyncio.wait_for` of Python 3.11 loses a cancellation that comes with the result.
+
+    Raises:
+        TimeoutError: it took longer than `limit_s` seconds; None: it may take as long as it likes.
+    """
+    async with asyncio.timeout(limit_s):
+        return await awaitable
 
 
 async def first_of(*coroutines: Coroutine[object, object, None]) -> None:

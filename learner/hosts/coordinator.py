@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from diloco.common.process.tasks import cancel
+from diloco.common.process.tasks import cancel, within
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import (
     DilocoError,
@@ -123,7 +123,7 @@ async def listen(interface: str) -> Listener:
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            hello = await asyncio.wait_for(read_message(reader), MEET_S)
+            hello = await within(MEET_S, read_message(reader))
         except (OSError, EOFError, WireError):
             writer.close()
             return

@@ -42,7 +42,7 @@ from diloco.common.process import log
 from diloco.common.process.config import Config, ServiceManager, environment_with, service_manager
 from diloco.common.process.health import END_S, WAITS, tell
 from diloco.common.process.nats_server import free_port
-from diloco.common.process.tasks import Tasks
+from diloco.common.process.tasks import Tasks, within
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError, WireError
 from diloco.learner.core import formation
@@ -366,7 +366,7 @@ class _Supervisor:
                 try:
                     while True:
                         writer.write(frame(Report(report=self._state.me)))
-                        await asyncio.wait_for(writer.drain(), CALL_S)
+                        await within(CALL_S, writer.drain())
                         await asyncio.sleep(REPORT_S)
                 finally:
                     writer.close()
@@ -485,7 +485,7 @@ class _Supervisor:
                 writer.write(os.fstat(file.fileno()).st_size.to_bytes(8, "big"))
                 while chunk := file.read(_CHUNK_BYTES):
                     writer.write(chunk)
-                    await asyncio.wait_for(writer.drain(), CALL_S)
+                    await within(CALL_S, writer.drain())
 
     async def _copy_parts(self, host: int) -> None:
         """Copies the parts of another host; without them, an older checkpoint is taken."""
@@ -495,8 +495,8 @@ class _Supervisor:
             reader, writer = await self._call(host)
             with contextlib.closing(writer):
                 writer.write(frame(PartAsked()))
-                while size := await asyncio.wait_for(reader.read(8), CALL_S):
-                    size += await asyncio.wait_for(reader.readexactly(8 - len(size)), CALL_S)
+                while size := await within(CALL_S, reader.read(8)):
+                    size += await within(CALL_S, reader.readexactly(8 - len(size)))
                     await self._receive(reader, int.from_bytes(size, "big"), copied)
                     newest = _files_of(self._folder)
                     number = int(newest[0].stem) + 1 if newest else 1
@@ -522,7 +522,7 @@ class _Supervisor:
             raise OSError(f"{left} bytes do not fit on this disk")
         with into.open("wb") as file:
             while left:
-                chunk = await asyncio.wait_for(reader.read(min(left, _CHUNK_BYTES)), CALL_S)
+                chunk = await within(CALL_S, reader.read(min(left, _CHUNK_BYTES)))
                 if not chunk:
                     raise EOFError("the part ends early")
                 file.write(chunk)

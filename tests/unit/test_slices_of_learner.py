@@ -313,6 +313,26 @@ def test_a_supervisor_that_is_not_reached_is_told_of_once(tmp_path, capsys, monk
     assert why in said
 
 
+def test_reports_end_though_they_are_cancelled_as_one_is_sent(tmp_path):
+    """A supervisor that is to end waited for them until systemd killed it."""
+    here = supervisor_of(tmp_path, (f"{LOOPBACK}:{free_port()}", f"{LOOPBACK}:1"), 0)
+
+    async def scenario():
+        reports = asyncio.ensure_future(here._report_to(1))
+
+        async def drain():
+            reports.cancel()
+
+        async def called(_host):
+            return None, SimpleNamespace(write=len, drain=drain, close=int)
+
+        here._call = called
+        await asyncio.wait([reports], timeout=2.0)
+        assert reports.cancelled()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("own", ["10.255.255.1:7000", "no-such-name.invalid:7000"])
 def test_an_address_of_another_machine_is_refused_by_name(tmp_path, own):
     with pytest.raises(ConfigError, match=f"cannot listen on {own}, which learner.peers has for"):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from diloco.common.process.tasks import cancel
+from diloco.common.process.tasks import cancel, within
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import (
     BusUnavailableError,
@@ -127,7 +127,7 @@ class LiveRun:
         if self.progress is not None:
             return None
         try:
-            return await asyncio.wait_for(self._watch.now(), ANSWER_S)
+            return await within(ANSWER_S, self._watch.now())
         except TimeoutError:
             return self._watch.as_it_was()
 
