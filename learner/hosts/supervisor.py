@@ -462,7 +462,7 @@ class _Supervisor:
             # It is not heard: one of the two ends.
             self._unlike[host] = report, time.monotonic()
             error = f"host {host} has the settings {report.alike}"
-        hint = "give all hosts the same learner.peers, and each its own number"
+        hint = "give all hosts the same configuration, and each its own number"
         if self._is_new("supervisor_unexpected", error):
             self._logger.warning("supervisor_unexpected", error=error, hint=hint)
         return False
