@@ -380,13 +380,13 @@ class Buffers:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def behind(self, start: int) -> "Buffers":
-        """Returns the buffers from byte `start` on, without a copy."""
-        left = []
+    def between(self, start: int, stop: int | None = None) -> "Buffers":
+        """Returns the buffers from byte `start` on, to `stop` if that is given, without a copy."""
+        found, stop = [], len(self) if stop is None else stop
         for run in self._runs:
-            left.append(run[start:])
-            start = max(0, start - run.nbytes)
-        return Buffers(*left)
+            found.append(run[max(0, start) : max(0, stop)])
+            start, stop = start - run.nbytes, stop - run.nbytes
+        return Buffers(*found)
 
 
 Data: TypeAlias = bytes | memoryview | Buffers

@@ -66,8 +66,8 @@ CALL_S = 3.0
 UNREACHED_S = 10.0
 # Seconds until a training process sends its first notification.
 FIRST_WORD_S = 120.0
-# A training process may be silent for so many times `learner.silent_s`: a large checkpoint that is
-# packed holds Python's interpreter lock.
+# A training process may be silent for so many times `learner.silent_s`: long calls of its own loop
+# and task may hold Python's lock.
 PATIENCE = 2.0
 # The port at which libtpu joins slices; infra/terraform/modules/learner opens it.
 TPU_PORT = 8081

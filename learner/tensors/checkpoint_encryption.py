@@ -11,6 +11,7 @@ from pathlib import Path
 
 from diloco.common.process.credentials import check_secret
 from diloco.common.protocol.errors import CheckpointError, ConfigError
+from diloco.common.protocol.shards import Buffers, Data, parts_of
 
 MAGIC = b"diloco sealed checkpoint 1\n"
 KEY_BYTES = 32
@@ -50,7 +51,7 @@ def about(run: str, learner: str, local_step: int, part: str) -> str:
     return f"{run} {learner} {local_step} {part}"
 
 
-def seal(key: bytes, data: bytes, about: str) -> bytes:
+def seal(key: bytes, data: Data, about: str) -> Buffers:
     """Returns `data`, encrypted and authenticated.
 
     Args:
@@ -60,13 +61,13 @@ def seal(key: bytes, data: bytes, about: str) -> bytes:
     """
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    cipher, chunks = AESGCM(key), _chunks(len(data))
+    cipher, chunks, parts = AESGCM(key), _chunks(len(data)), parts_of(data)
     sealed = [MAGIC]
     for index in range(chunks):
         nonce = os.urandom(_NONCE_BYTES)
-        chunk = data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+        chunk = bytes(parts.between(index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES))
         sealed += [nonce, cipher.encrypt(nonce, chunk, _context(about, index, chunks))]
-    return b"".join(sealed)
+    return Buffers(*sealed)
 
 
 def opened(key: bytes | None, data: bytes, about: str) -> bytes:

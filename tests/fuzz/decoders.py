@@ -229,7 +229,7 @@ def learner_checkpoint() -> bytes:
         run="r", learner="x", layout="0" * 32, epoch=0, incarnation=1, local_step=1, tokens=1,
         position=1, global_step=1, leaves=checkpoint.describe(LIKE, arrays),
     )  # fmt: skip
-    return checkpoint.pack(checkpoint.HostCheckpoint(facts, arrays))
+    return bytes(checkpoint.pack(checkpoint.HostCheckpoint(facts, arrays)))
 
 
 def decode_checkpoint(data: bytes) -> None:

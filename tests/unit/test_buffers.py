@@ -26,7 +26,10 @@ def test_pieces_checksums_and_ends_are_those_of_the_whole(runs, start, piece_byt
         assert b"".join(pieces) == whole == bytes(joined)
         assert all(0 < len(piece) <= piece_bytes for piece in pieces)
         assert len(joined) == len(whole)
-        assert bytes(joined.behind(start)) == whole[start:]
+        assert bytes(joined.between(start)) == whole[start:]
+        assert (
+            bytes(joined.between(start, start + piece_bytes)) == whole[start : start + piece_bytes]
+        )
         assert shards.digest(joined) == xxhash.xxh3_128_hexdigest(whole)
         assert shards.crc32c(joined) == google_crc32c.value(whole)
 

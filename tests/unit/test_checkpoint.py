@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco.common.process.config import LearnerSection, MeshSection, RunSettings
@@ -656,6 +657,36 @@ def test_an_object_that_goes_meanwhile_and_a_name_of_no_checkpoint(tmp_path):
     learner.context.store.delete(found.name)
     assert learner.restore(adam_state()) is None
     assert not learner.logger.lines
+
+
+DTYPES = [
+    "bool", "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2",
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_safetensors_library_reads_and_writes_the_same_file(dtype):
+    shapes = [(), (3, 2), (0, 4), (5,)]
+    arrays = {
+        f"{index:05d}": np.arange(np.prod(shape)).reshape(shape).astype(jnp.dtype(dtype))
+        for index, shape in enumerate(shapes)
+    }
+    arrays["00001"] = arrays["00001"].reshape(2, 3).T  # not contiguous
+    facts = checkpoint.Facts(
+        run="r", learner="x", layout="0" * 32, epoch=0, incarnation=1, local_step=1, tokens=1,
+        position=1, global_step=1, leaves=checkpoint.describe(list(arrays.values()), arrays),
+    )  # fmt: skip
+    data = bytes(checkpoint.pack(checkpoint.HostCheckpoint(facts, arrays)))
+    theirs = {key: np.require(array, requirements="C") for key, array in arrays.items()}
+    written = safetensors.numpy.save(theirs, {"facts": facts.model_dump_json()})
+    for name, tensor in safetensors.deserialize(data):
+        assert dict(safetensors.deserialize(written))[name] == tensor
+    for found in checkpoint.unpack(data).arrays, checkpoint.unpack(written).arrays:
+        assert list(found) == list(arrays)
+        for key, array in arrays.items():
+            assert (found[key].dtype, found[key].shape) == (array.dtype, array.shape)
+            assert found[key].tobytes() == array.tobytes()
 
 
 def test_a_random_key_of_another_kind_is_refused():

@@ -123,7 +123,7 @@ SMALL = pytest.mark.usefixtures("small_chunks")
 @SMALL
 def test_what_is_sealed_is_opened(size):
     data = bytes(range(size))
-    sealed = encryption.seal(KEY, data, "a")
+    sealed = bytes(encryption.seal(KEY, data, "a"))
     assert len(sealed) == encryption.sealed_bytes(size)
     assert encryption.opened(KEY, sealed, "a") == data
     assert encryption.seal(KEY, data, "a") != sealed
@@ -131,7 +131,7 @@ def test_what_is_sealed_is_opened(size):
 
 @given(size=st.integers(0, 200), where=st.integers(0, 1 << 30), flip=st.integers(1, 255))
 def test_no_changed_byte_is_opened(size, where, flip):
-    sealed = bytearray(encryption.seal(KEY, bytes(size), "a"))
+    sealed = bytearray(bytes(encryption.seal(KEY, bytes(size), "a")))
     sealed[where % len(sealed)] ^= flip
     with pytest.raises(CheckpointError):
         encryption.opened(KEY, bytes(sealed), "a")
@@ -139,7 +139,7 @@ def test_no_changed_byte_is_opened(size, where, flip):
 
 @SMALL
 def test_no_chunk_is_left_out_moved_or_repeated():
-    sealed = encryption.seal(KEY, bytes(range(21)), "a")
+    sealed = bytes(encryption.seal(KEY, bytes(range(21)), "a"))
     head, body = sealed[: len(encryption.MAGIC)], sealed[len(encryption.MAGIC) :]
     step = len(body) // 3
     first, second, third = (body[index * step : (index + 1) * step] for index in range(3))
@@ -157,7 +157,7 @@ def test_no_chunk_is_left_out_moved_or_repeated():
 
 
 def test_another_key_another_name_or_no_key_opens_nothing():
-    sealed = encryption.seal(KEY, b"weights", encryption.about("run", "a", 7, ""))
+    sealed = bytes(encryption.seal(KEY, b"weights", encryption.about("run", "a", 7, "")))
     for key, about, why in (
         (bytes(32), "run a 7 ", "does not open it"),
         (KEY, "run b 7 ", "does not open it"),

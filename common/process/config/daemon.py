@@ -202,7 +202,7 @@ class LearnerSection(Section):
     silent_s: Seconds = Field(
         default=5.0,
         description="silence after which a host counts as lost; its training process, after twice"
-        " as long: packing a checkpoint silences it for 0.75 s per GiB of the host's part",
+        " as long",
     )
     keep_batch: bool = Field(
         default=True,

@@ -136,7 +136,7 @@ class _Session:
             self._request(f"bytes */{size}", b"")
         if not self.finished and self._sent <= before < size:
             span = f"bytes {self._sent}-{size - 1}/{size}"
-            self._request(span, _Body(self._data.behind(self._sent)))
+            self._request(span, _Body(self._data.between(self._sent)))
         if not self.finished and self._sent <= before:
             raise api.ServiceUnavailable(f"the upload took no byte beyond {before} of {size}")
         self._unsure = False
