@@ -76,6 +76,7 @@ CLOSE: Settings = {
 }
 # Shares of the steps behind an update that stay when a version has it.
 BLENDS = (0.5, 0.7, 0.85)
+INT2: Settings = {"sync.codec": "int2", "sync.delta_codec": "int2"}
 FLOAT32: Settings = {"sync.codec": "float32", "sync.delta_codec": "float32"}
 
 
@@ -346,6 +347,8 @@ def ablations(seed: int) -> list[SweepCase]:
         case("codec", "float32 both ways", FLOAT32),
         case("codec", "int8 both ways", {"sync.codec": "int8", "sync.delta_codec": "int8"}),
         case("codec", "int4 up, float32 down", {"sync.delta_codec": "float32"}),
+        case("codec", "int2 both ways", INT2),
+        case("codec", "int2 up, int4 down", {"sync.codec": "int2"}),
         case("overlap", "rebase, at once", {}, latency_steps=0.0),
         case("overlap", "rebase, 2 steps", {}, latency_steps=short),
         case("overlap", "overwrite, 2 steps", overwrite, latency_steps=short),

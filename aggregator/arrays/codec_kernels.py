@@ -33,7 +33,14 @@ from numba.extending import overload
 
 from diloco.aggregator.arrays.prefetch import NEAR, fetch
 from diloco.aggregator.kernel_cache import compiled
-from diloco.common.protocol.codecs import GREATEST_SCALE, GREATEST_VALUE, LEAST_SCALE
+from diloco.common.protocol.codecs import (
+    GREATEST_SCALE,
+    GREATEST_VALUE,
+    INT2_LEAST,
+    INT2_MEANS,
+    INT2_UNIT_BITS,
+    LEAST_SCALE,
+)
 
 f32, i8, i16, i32 = np.float32, np.int8, np.int16, np.int32
 u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -164,6 +171,51 @@ def _encode_int8(
             values_Kxb[k, j] = code * scale
 
 
+# --- int2
+
+
+def _square_int2(elements: Lanes, scales: Bits, codes: Any, b: Any, squares_b: Any) -> None:
+    # The square of a code is 1 unless the code, as it is stored, is 2: its low bit says which.
+    whole = u32(0)
+    for k in range(16):
+        for j in range(len(elements) // 16):
+            whole += (codes[b, j] >> u32(2 * k)) & u32(1)
+    squares_b[0] += _scaled(whole, scales[b])
+
+
+def _add_int2(
+    elements: Lanes, scales: Bits, codes: Any, b: Any, factor: Any, total_b: Vector
+) -> None:
+    fetch(codes, b + NEAR, u64(0))
+    step, items = _step(scales[b], factor), len(elements) // 16
+    for k in range(16):
+        for j in range(items):
+            code = i32((codes[b, j] >> u32(2 * k)) & u32(3)) - i32(2)
+            total_b[k * items + j] += f32(code) * step
+
+
+def _encode_int2(
+    elements: Lanes, scales: Bits, codes: Any, first: Any, count: Any, values_Kxb: Vector
+) -> None:
+    items = len(elements) // 16
+    for k in range(count):
+        scales[first + k] = _int2_scale_bits(elements, values_Kxb[k])
+    for k in range(count):
+        b = first + k
+        scale = _wide(scales[b])
+        if scales[b] == _NAN_SCALE:
+            codes[b] = _INT2_ZEROS
+            values_Kxb[k] = scale
+            continue
+        codes[b] = 0
+        inverse = f32(1) / scale
+        for part in range(16):
+            for j in range(items):
+                code = _rounded(values_Kxb[k, part * items + j], inverse, f32(1))
+                codes[b, j] |= u32(i32(code) + i32(2)) << u32(2 * part)
+                values_Kxb[k, part * items + j] = code * scale
+
+
 # --- bfloat16
 
 
@@ -220,9 +272,11 @@ def _encode_float32(
 
 _GREATEST_VALUE: Final = f32(GREATEST_VALUE)
 _LEAST_SCALE: Final = f32(LEAST_SCALE)
+_LEAST_BITS: Final = u32(f32(LEAST_SCALE).view(np.uint32))
 _GREATEST_SCALE: Final = f32(GREATEST_SCALE)
 _INT4: Final = f32(1 / 7)
 _INT8: Final = f32(1 / 127)
+_INT2_ZEROS: Final = u32(0xAAAAAAAA)  # sixteen codes of zero
 _MAGNITUDE: Final = u32(0x7FFFFFFF)
 _INFINITY: Final = u32(0x7F800000)
 _NAN_SCALE: Final = u32(0x7FC0)
@@ -254,9 +308,31 @@ def _scale_bits(elements: Lanes, values_b: Vector, inverse_of_greatest: Any) -> 
     greatest = u32(0)
     for j in range(len(elements)):
         greatest = max(greatest, u32(f32(values_b[j]).view(np.uint32) & _MAGNITUDE))
+    return _rounded_scale(greatest, u32(greatest).view(np.float32) * inverse_of_greatest)
+
+
+@compiled
+def _int2_scale_bits(elements: Lanes, values_b: Vector) -> Any:
+    """Returns the bfloat16 bits of a block's scale of int2; of NaN if a value is not finite."""
+    greatest = u32(0)
+    for j in range(len(elements)):
+        greatest = max(greatest, u32(f32(values_b[j]).view(np.uint32) & _MAGNITUDE))
+    exponent = u32(max(greatest, _LEAST_BITS) >> u32(23)) - u32(INT2_UNIT_BITS)
+    unit = u32(exponent << u32(23)).view(np.float32)
+    inverse = u32((u32(254) - exponent) << u32(23)).view(np.float32)
+    whole = i32(0)
+    if greatest < _INFINITY:
+        for j in range(len(elements)):
+            whole += i32(abs(values_b[j]) * inverse)
+    mean = f32(whole) * f32(INT2_MEANS / len(elements)) * unit
+    return _rounded_scale(greatest, max(mean, u32(greatest).view(np.float32) * f32(INT2_LEAST)))
+
+
+@compiled
+def _rounded_scale(greatest: Any, wanted: Any) -> Any:
+    """Returns the bits of a scale that is wanted; `greatest` has those of a block's absmax."""
     if greatest >= _INFINITY:
         return _NAN_SCALE
-    wanted = u32(greatest).view(np.float32) * inverse_of_greatest
     return _bfloat16_bits(min(max(wanted, _LEAST_SCALE), _GREATEST_SCALE))
 
 
@@ -304,6 +380,7 @@ class Operations(NamedTuple):
 OPERATIONS: Final = {
     "uint8": Operations(_square_int4, _add_int4, _encode_int4),
     "int8": Operations(_square_int8, _add_int8, _encode_int8),
+    "uint32": Operations(_square_int2, _add_int2, _encode_int2),
     "uint16": Operations(_square_bfloat16, _add_bfloat16, _encode_bfloat16),
     "float32": Operations(_square_float32, _add_float32, _encode_float32),
 }

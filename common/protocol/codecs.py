@@ -16,7 +16,9 @@ Byte j of a block's int4 codes holds element j of the block in its low nibble an
 in its high nibble. A block's codes are whole bytes, so blocks can be cut out, reordered and joined
 by copying bytes; and neighbouring elements of either half of a block come from neighbouring bytes.
 
-Four bits are the fewest that train well: Decoupled DiLoCo (arXiv 2604.21428), Table 10.
+int2 is ternary: its scale is about 1.5 mean magnitudes, which for normally distributed values has
+nearly the least mean squared error, and values beyond it are cut; error feedback sends the rest
+later (docs/adr/0109-two-bits.md). Item j of a block's codes holds elements j, j + b / 16, ...
 """
 
 import math
@@ -29,7 +31,7 @@ import numpy.typing as npt
 from diloco.common.protocol.errors import WireError
 from diloco.common.protocol.reasons import Reason
 
-Codec = Literal["float32", "bfloat16", "int8", "int4"]
+Codec = Literal["float32", "bfloat16", "int8", "int4", "int2"]
 CODECS: Final[tuple[Codec, ...]] = get_args(Codec)
 LEAST_SCALE: Final = 2.0**-64
 GREATEST_SCALE: Final = 2.0**40
@@ -48,14 +50,15 @@ class Form(NamedTuple):
         number: the codec's number in a shard's header.
         dtype: the codes' dtype.
         codes: a description of a block's codes, which docs/protocol.md prints.
-        greatest: the code of a block's greatest value; 0 for float codecs, whose blocks have no
-            scale.
+        scale: a description of a block's scale, which docs/protocol.md prints.
+        greatest: the greatest code; 0 for float codecs, whose blocks have no scale.
         elements: the number of elements in one item of the codes' array.
     """
 
     number: int
     dtype: np.dtype[Any]
     codes: str
+    scale: str = "none"
     greatest: int = 0
     elements: int = 1
 
@@ -63,16 +66,32 @@ class Form(NamedTuple):
 FORMS: Final[dict[Codec, Form]] = {
     "float32": Form(1, np.dtype(np.float32), "float32 [block]"),
     "bfloat16": Form(2, np.dtype(ml_dtypes.bfloat16), "bfloat16 [block], rounded to nearest"),
-    "int8": Form(3, np.dtype(np.int8), "int8 [block], -127 to 127", greatest=127),
+    "int8": Form(3, np.dtype(np.int8), "int8 [block], -127 to 127", "absmax / 127", greatest=127),
     "int4": Form(
         4,
         np.dtype(np.uint8),
         "uint8 [block / 2]. Byte j holds element j in the low and element j + block / 2 in the"
         " high nibble, as code + 8; codes are -7 to 7",
+        "absmax / 7",
         greatest=7,
         elements=2,
     ),
+    "int2": Form(
+        5,
+        np.dtype(np.uint32),
+        "uint32 [block / 16]. Bits 2 k and 2 k + 1 of item j hold element j + k x block / 16, as"
+        " code + 2; codes are -1, 0 and 1",
+        "1.5 x the mean magnitude, or absmax / 4 if that is greater",
+        greatest=1,
+        elements=16,
+    ),
 }
+# The scale of int2: so many mean magnitudes of a block, but at least this share of the greatest.
+# The mean is of integers: each magnitude in units of 2^-14 of the greatest one's power of two,
+# rounded down, so that the order of the sum does not matter.
+INT2_MEANS: Final = 1.5
+INT2_LEAST: Final = 0.25
+INT2_UNIT_BITS: Final = 14
 GREATEST_CODE: Final = {codec: form.greatest for codec, form in FORMS.items() if form.greatest}
 
 
@@ -127,6 +146,10 @@ def decode_numpy(codec: Codec, encoded: Encoded, block: int) -> npt.NDArray[np.f
         pairs_Bxh = codes.reshape(-1, block // 2)
         codes = np.concatenate([pairs_Bxh & 15, pairs_Bxh >> 4], axis=1).astype(np.int8)
         codes -= np.int8(8)
+    if codec == "int2":
+        items_Bxi = codes.reshape(-1, block // 16)
+        parts = [(items_Bxi >> np.uint32(2 * k)) & 3 for k in range(16)]
+        codes = np.concatenate(parts, axis=1).astype(np.int8) - np.int8(2)
     values_Bxb = codes.reshape(-1, block).astype(np.float32)
     values_Bxb *= np.asarray(encoded.scales).astype(np.float32)[:, None]
     return values_Bxb.reshape(-1)
@@ -143,6 +166,9 @@ def check_codes(codec: Codec, codes: npt.NDArray[Any]) -> None:
         chunk = codes[start : start + _CHUNK]
         if codec == "int4":
             bad = chunk.min() < 16 or np.bitwise_and(chunk, 15).min() == 0
+        elif codec == "int2":
+            # A pair of bits is 0 if neither of them is set.
+            bad = ((chunk | chunk >> np.uint32(1)) & 0x55555555).min() != 0x55555555
         elif codec in GREATEST_CODE:
             bad = chunk.min() < -GREATEST_CODE[codec] or chunk.max() > GREATEST_CODE[codec]
         else:

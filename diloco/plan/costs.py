@@ -13,6 +13,7 @@ from typing import NamedTuple
 from pydantic import field_validator
 
 from diloco.common.process.config.run import Section
+from diloco.common.protocol.codecs import encoded_bytes
 from diloco.plan.forecast import Plan
 from diloco.plan.traffic import RoundTraffic, retained_bytes
 
@@ -140,13 +141,11 @@ class Lever(NamedTuple):
         name: what is changed, for people.
         cost: dollars a day, with a regional bucket.
         loss: least and most percent by which the loss is expected to grow.
-        shipped: whether this release has all that it takes.
     """
 
     name: str
     cost: DailyCost
     loss: tuple[float, float]
-    shipped: bool
 
     @property
     def uploads_free(self) -> float:
@@ -155,8 +154,8 @@ class Lever(NamedTuple):
 
 
 # Percent by which 2 bits an element in place of 4 exceeded the loss, both ways: three seeds of one
-# small task (docs/adr/0091-a-cache-by-region.md).
-TWO_BITS_LOSS = (2.8, 5.9)
+# small task (docs/adr/0109-two-bits.md).
+TWO_BITS_LOSS = (0.2, 0.8)
 SHORT_REPLAY_S = 6 * 3600.0
 
 
@@ -183,7 +182,7 @@ def levers(prices: Prices, regions: Sequence[str], made: Plan, block: int) -> li
             for place in sorted(set(regions))
         ]
         best = min(found, key=lambda cost: cost.total)
-        return Lever(name, best, TWO_BITS_LOSS if plan is thin else none, plan is not thin)
+        return Lever(name, best, TWO_BITS_LOSS if plan is thin else none)
 
     hours = f"{SHORT_REPLAY_S / 3600:.0f} h of replay"
     least = f"{hours}, one aggregator"
@@ -215,12 +214,12 @@ def _short_replay(made: Plan, sized: RoundTraffic) -> Plan:
 
 
 def _thin(made: Plan, block: int) -> Plan:
-    """Returns `_short_replay` of the plan with 2 bits an element, and 2 bytes a block, both ways.
+    """Returns `_short_replay` of the plan with the codec int2 both ways.
 
     Requests stay as many, and so do the bytes that are written to a multi-region bucket.
     """
     sized, daily = made.sizes, made.daily
-    thin_bytes = sized.elements // 4 + 2 * sized.elements // block
+    thin_bytes = encoded_bytes("int2", sized.elements, block)
     merged = daily.bytes_merged * thin_bytes / sized.update_bytes
     read = (daily.bytes_read - daily.bytes_merged) * thin_bytes / sized.delta_bytes
     thin = replace(sized, update_bytes=thin_bytes, delta_bytes=thin_bytes)

@@ -74,8 +74,10 @@ def codecs() -> str:
     """Returns the table of codecs."""
     rows = [
         (
-            *(str(form.number), f"`{codec}`", form.codes),
-            f"absmax / {form.greatest}" if form.greatest else "none",
+            str(form.number),
+            f"`{codec}`",
+            form.codes,
+            form.scale,
         )
         for codec, form in FORMS.items()
     ]

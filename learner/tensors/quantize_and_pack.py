@@ -8,10 +8,11 @@ Values have two forms. A vector is [N] with flat codes, as stored objects have i
 blocks is [*G, block] with scales [*G] and codes [*G, items], for values that are sharded over
 devices: no axis of G is ever merged or split, so each device encodes its own blocks in place.
 
-Scales are rounded to nearest. absmax / scale is then 7 or 127 times 1 +- 2^-8 at most, and rounds
-to 7 or 127: no code is out of range, the error of a value is at most half a scale, and encoding
-a decoded vector gives the same codes. NaN or infinity anywhere in a block makes the block's scale
-NaN (with the float codecs: the values themselves stay NaN or infinite), which receivers refuse.
+Scales are rounded to nearest. Of int8 and int4, absmax / scale is then 7 or 127 times 1 +- 2^-8 at
+most, and rounds to 7 or 127: no code is out of range, the error of a value is at most half a scale,
+and encoding a decoded vector gives the same codes. int2 cuts values beyond 1.5 scales. NaN or
+infinity anywhere in a block makes the block's scale NaN (with the float codecs: the values
+themselves stay NaN or infinite), which receivers refuse.
 """
 
 from collections.abc import Callable
@@ -27,6 +28,9 @@ from diloco.common.protocol.codecs import (
     GREATEST_CODE,
     GREATEST_SCALE,
     GREATEST_VALUE,
+    INT2_LEAST,
+    INT2_MEANS,
+    INT2_UNIT_BITS,
     LEAST_SCALE,
     Codec,
     Encoded,
@@ -40,6 +44,8 @@ _INFINITY = 0x7F800000
 # sum. The 8 is the bias of int4 codes. So one addition does all, without a conversion, whose result
 # for NaN would depend on the machine.
 _ROUND_INT4 = np.float32(1.5 * 2.0**23 + 8)
+# The bits by which the 16 codes in an item of int2 are shifted.
+_SHIFTS = 2 * np.arange(16, dtype=np.uint32)
 
 Array = jax.Array | npt.NDArray[Any]
 Combine = Callable[[jax.Array, jax.Array], jax.Array]
@@ -75,7 +81,10 @@ def encode_blocks(
         found: tuple[Encoded, ...] = _float_codes(new, before, codec=codec)
         return found
     rows = _magnitudes(new, before)
-    scales, inverse = _scales(rows, greatest=GREATEST_CODE[codec])
+    if codec == "int2":
+        scales, inverse = _int2_scales(rows, _sums(new, before, rows), block=new[0].shape[-1])
+    else:
+        scales, inverse = _scales(rows, greatest=GREATEST_CODE[codec])
     codes = _codes(new, before, inverse, codec=codec)
     return tuple(map(Encoded, scales, codes))
 
@@ -90,6 +99,9 @@ def decode_blocks(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
         # Padding and not concatenation, which XLA on CPU goes through element by element.
         half = block // 2
         codes = (_pad(codes & 15, 0, half) | _pad(codes >> 4, half, 0)).astype(jnp.int32) - 8
+    if codec == "int2":
+        parts = (codes[..., None, :] >> _SHIFTS[:, None]) & 3
+        codes = parts.reshape(*codes.shape[:-1], block).astype(jnp.int32) - 2
     return codes.astype(jnp.float32) * jnp.asarray(encoded.scales).astype(jnp.float32)[..., None]
 
 
@@ -193,8 +205,48 @@ def _scales(
 
 
 def _scale(absmax: jax.Array, greatest: int) -> tuple[jax.Array, jax.Array]:
-    bits = _scale_bits(absmax, greatest)
-    return _scales_of_bits(bits), 1 / _float_of(bits << 16)
+    return _rounded_scale(absmax, _float_of(absmax) * np.float32(1 / greatest))
+
+
+@jax.jit
+def _sums(
+    new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...], rows: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """Returns the sums of each block's magnitudes in units of `_unit`, int32 [*G, lanes].
+
+    Args:
+        new: arrays of float32 [*G, block].
+        old: the arrays to subtract, or None.
+        rows: the result of `_magnitudes`.
+    """
+    found = []
+    for values, each in zip(_differences(new, old), rows, strict=True):
+        inverse = _float_of((254 << 23) - _unit(_fold(each, jax.lax.max)))
+        units = (jnp.abs(values) * inverse[..., None]).astype(jnp.int32)
+        found.append(_reduce_to_lanes(units, jax.lax.add, _lanes_of(values.shape[-1])))
+    return tuple(found)
+
+
+def _unit(absmax: jax.Array) -> jax.Array:
+    """Returns the bits of the unit in which a block's magnitudes are added, a power of two."""
+    least = np.float32(LEAST_SCALE).view(np.int32)
+    return ((jnp.maximum(absmax, least) >> 23) - INT2_UNIT_BITS) << 23
+
+
+@partial(jax.jit, static_argnames="block")
+def _int2_scales(
+    rows: tuple[jax.Array, ...], sums: tuple[jax.Array, ...], *, block: int
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Returns the scales of int2, bfloat16 [*G], and their reciprocals, float32 [*G]."""
+    pairs = []
+    for each, units in zip(rows, sums, strict=True):
+        absmax = _fold(each, jax.lax.max)
+        # The sum is exact in float32: of at most 512 numbers below 2^15.
+        whole = _fold(units, jax.lax.add).astype(jnp.float32)
+        mean = whole * np.float32(INT2_MEANS / block) * _float_of(_unit(absmax))
+        wanted = jnp.maximum(mean, _float_of(absmax) * np.float32(INT2_LEAST))
+        pairs.append(_rounded_scale(absmax, wanted))
+    return tuple(scales for scales, _ in pairs), tuple(inverse for _, inverse in pairs)
 
 
 def _absolute_bits(values: jax.Array) -> jax.Array:
@@ -205,23 +257,19 @@ def _absolute_bits(values: jax.Array) -> jax.Array:
     return _bits_of(values) & _ABS
 
 
-def _scale_bits(absmax: jax.Array, greatest: int) -> jax.Array:
-    """Returns the bits of the blocks' bfloat16 scales, as int32.
+def _rounded_scale(absmax: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the blocks' scales, bfloat16, and their reciprocals, float32.
 
     Args:
         absmax: the bits of each block's greatest absolute value.
-        greatest: the codec's greatest code.
+        wanted: the scales before they are rounded, float32.
     """
     # Rounded in integers, since XLA may drop a conversion to bfloat16 and back.
-    wanted = _float_of(absmax) * np.float32(1 / greatest)
     bits = _bits_of(jnp.clip(wanted, np.float32(LEAST_SCALE), np.float32(GREATEST_SCALE)))
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return jnp.where(absmax >= _INFINITY, _NAN_SCALE, bits)
-
-
-def _scales_of_bits(bits: jax.Array) -> jax.Array:
-    """Returns the scales that have these bits, bfloat16."""
-    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    bits = jnp.where(absmax >= _INFINITY, _NAN_SCALE, bits)
+    scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    return scales, 1 / _float_of(bits << 16)
 
 
 @partial(jax.jit, static_argnames="codec")
@@ -233,7 +281,8 @@ def _codes(
     codec: Codec,
 ) -> tuple[jax.Array, ...]:
     """Returns the codes of the integer codecs, [*G, items]."""
-    codes_of = _codes_int4 if codec == "int4" else partial(_rounded, codec=codec)
+    packed = {"int4": _codes_int4, "int2": _codes_int2}
+    codes_of = packed.get(codec) or partial(_rounded, codec=codec)
     return tuple(
         codes_of(values * each[..., None])
         for values, each in zip(_differences(new, old), inverse, strict=True)
@@ -254,6 +303,15 @@ def _round_int4(quotients: jax.Array) -> jax.Array:
     """Returns the codes of int4 as they are stored, with 8 added; int32."""
     # The clip is between product and sum, so that no machine fuses the two.
     return _bits_of(jnp.clip(quotients, -7, 7) + _ROUND_INT4) & 15
+
+
+def _codes_int2(quotients: jax.Array) -> jax.Array:
+    """Packs sixteen codes, which lie a sixteenth of a block apart; uint32 [*G, block / 16]."""
+    *groups, block = quotients.shape
+    finite = jnp.where(jnp.isnan(quotients), np.float32(0), jnp.clip(quotients, -1, 1))
+    codes = (jnp.rint(finite) + 2).astype(jnp.uint32).reshape(*groups, 16, block // 16)
+    packed: jax.Array = jnp.sum(codes << _SHIFTS[:, None], axis=-2, dtype=jnp.uint32)
+    return packed
 
 
 def _rounded(quotients: jax.Array, *, codec: Codec) -> jax.Array:

@@ -194,7 +194,7 @@ async def send_garbage(mallory: Mallory, bus: Bus, learner: str) -> None:
         packed(loss=float("nan")),
         packed(step_time_s=float("inf")),
         packed(step_time_s=-1.0),
-        packed(codec="int2"),
+        packed(codec="int3"),
         packed(shards=()),
         packed(shards=[{"name": "x"}]),
         packed(shards=fields["shards"][:1] * 4097),

@@ -47,7 +47,7 @@ def _rounds(layout, codec) -> str:
     rng = np.random.default_rng(0)
     theta = rng.standard_normal(grid.size).astype(np.float32)
     view, theirs = theta.copy(), ownership.place_view(theta)
-    optimizer = make_outer(OPTIMIZERS[CODECS.index(codec)], delay=2)
+    optimizer = make_outer(OPTIMIZERS[CODECS.index(codec) % len(OPTIMIZERS)], delay=2)
     state = optimizer.init(grid.size)
     accumulator, far = Accumulator(grid), []
     for _ in range(3):

@@ -74,7 +74,7 @@ REFUSED = [
     ("task", "build", "learner.model"),
     ("sync", "interval_steps", 0),
     ("sync", "fragments", 4097),
-    ("sync", "codec", "int2"),
+    ("sync", "codec", "int3"),
     ("sync", "delta_codec", "fp8"),
     ("sync", "block", 48),
     ("sync", "shard_elements", 1000),

@@ -417,14 +417,15 @@ def test_the_view_follows_theta_and_readers_follow_the_view(codec):
     theta = rng.standard_normal(GRID.size).astype(np.float32)
     view = np.zeros(GRID.size, np.float32)
     reader = view.copy()
-    for _ in range(12):
+    thin = codec == "int2"  # A block's small values wait until its large ones are sent.
+    for _ in range(50 if thin else 12):
         whole = encode(codec, theta - view, BLOCK)
         delta = advance_view(theta, view, codec, BLOCK)
         assert delta.codes.tobytes() == np.asarray(whole.codes).tobytes()
         assert delta.scales.tobytes() == np.asarray(whole.scales).tobytes()
         reader += decode_numpy(codec, delta, BLOCK)
         assert reader.tobytes() == view.tobytes()
-    np.testing.assert_allclose(view, theta, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(view, theta, rtol=1e-6, atol=1e-6 if thin else 1e-9)
 
 
 @settings(max_examples=60)

@@ -101,24 +101,24 @@ def test_each_recipe_is_followed_here() -> None:
 
 @pytest.mark.long
 def test_a_codec(tmp_path: Path) -> None:
-    """int2: sixteen codes -1, 0 or 1 in 32 bits."""
+    """tern: eight codes -1, 0 or 1 in 16 bits, and scales that are absmax."""
     tree = Tree(tmp_path, "A codec")
     tree.edit(
         "common/protocol/codecs.py",
-        ('"int8", "int4"]', '"int8", "int4", "int2"]'),
+        ('"int8", "int4", "int2"]', '"int8", "int4", "int2", "tern"]'),
         (
             "FORMS: Final[dict[Codec, Form]] = {\n",
             (
                 "FORMS: Final[dict[Codec, Form]] = {\n"
-                '    "int2": Form(5, np.dtype(np.uint32), "sixteen each", greatest=1, elements=16),\n'
+                '    "tern": Form(6, np.dtype(np.int16), "eight each", "absmax", greatest=1, elements=8),\n'
             ),
         ),
         (
             "    values_Bxb = codes.reshape(-1, block)",
             (
-                '    if codec == "int2":\n'
-                "        items_Bxi = codes.reshape(-1, block // 16)\n"
-                "        parts = [(items_Bxi >> (2 * k)) & 3 for k in range(16)]\n"
+                '    if codec == "tern":\n'
+                "        items_Bxi = codes.reshape(-1, block // 8)\n"
+                "        parts = [(items_Bxi >> (2 * k)) & 3 for k in range(8)]\n"
                 "        codes = np.concatenate(parts, axis=1).astype(np.int8) - np.int8(2)\n"
                 "    values_Bxb = codes.reshape(-1, block)"
             ),
@@ -126,8 +126,8 @@ def test_a_codec(tmp_path: Path) -> None:
         (
             "        elif codec in GREATEST_CODE:\n",
             (
-                '        elif codec == "int2":\n'
-                "            bad = any((chunk >> (2 * k) & 3).min() == 0 for k in range(16))\n"
+                '        elif codec == "tern":\n'
+                "            bad = any((chunk >> (2 * k) & 3).min() == 0 for k in range(8))\n"
                 "        elif codec in GREATEST_CODE:\n"
             ),
         ),
@@ -137,23 +137,23 @@ def test_a_codec(tmp_path: Path) -> None:
         (
             "    return codes.astype(jnp.float32) * jnp.asarray(encoded.scales)",
             (
-                '    if codec == "int2":\n'
-                "        parts = [(codes >> (2 * k)) & 3 for k in range(16)]\n"
+                '    if codec == "tern":\n'
+                "        parts = [(codes >> (2 * k)) & 3 for k in range(8)]\n"
                 "        codes = jnp.concatenate(parts, axis=-1).astype(jnp.int32) - 2\n"
                 "    return codes.astype(jnp.float32) * jnp.asarray(encoded.scales)"
             ),
         ),
         (
-            '_codes_int4 if codec == "int4"',
-            '_codes_int2 if codec == "int2" else _codes_int4 if codec == "int4"',
+            '"int2": _codes_int2}',
+            '"int2": _codes_int2, "tern": _codes_tern}',
         ),
         (
             "def _round_int4(",
             (
-                "def _codes_int2(quotients: jax.Array) -> jax.Array:\n"
+                "def _codes_tern(quotients: jax.Array) -> jax.Array:\n"
                 "    finite = jnp.where(jnp.isnan(quotients), 0.0, jnp.clip(quotients, -1, 1))\n"
-                "    codes = (jnp.rint(finite) + 2).astype(jnp.uint32)\n"
-                "    parts = enumerate(jnp.split(codes, 16, axis=-1))\n"
+                "    codes = (jnp.rint(finite) + 2).astype(jnp.int16)\n"
+                "    parts = enumerate(jnp.split(codes, 8, axis=-1))\n"
                 "    return sum(part << (2 * k) for k, part in parts)\n\n\n"
                 "def _round_int4("
             ),
@@ -161,31 +161,31 @@ def test_a_codec(tmp_path: Path) -> None:
     )
     kernels = "aggregator/arrays/codec_kernels.py"
     tree.before(kernels, "# --- int8\n", '''
-        def _square_int2(
+        def _square_tern(
             elements: Lanes, scales: Bits, codes: Any, b: Any, squares_b: Any
         ) -> None:
             whole = i32(0)
-            for j in range(len(elements) // 16):
-                for k in range(16):
-                    code = i32((codes[b, j] >> u32(2 * k)) & u32(3)) - i32(2)
+            for j in range(len(elements) // 8):
+                for k in range(8):
+                    code = i32((codes[b, j] >> i32(2 * k)) & i32(3)) - i32(2)
                     whole += i32(code * code)
             squares_b[0] += _scaled(whole, scales[b])
 
 
-        def _add_int2(
+        def _add_tern(
             elements: Lanes, scales: Bits, codes: Any, b: Any, factor: Any, total_b: Vector
         ) -> None:
-            step, items = _step(scales[b], factor), len(elements) // 16
+            step, items = _step(scales[b], factor), len(elements) // 8
             for j in range(items):
-                for k in range(16):
-                    code = i32((codes[b, j] >> u32(2 * k)) & u32(3)) - i32(2)
+                for k in range(8):
+                    code = i32((codes[b, j] >> i32(2 * k)) & i32(3)) - i32(2)
                     total_b[k * items + j] += f32(code) * step
 
 
-        def _encode_int2(
+        def _encode_tern(
             elements: Lanes, scales: Bits, codes: Any, first: Any, count: Any, values_Kxb: Vector
         ) -> None:
-            items = len(elements) // 16
+            items = len(elements) // 8
             for k in range(count):
                 b = first + k
                 scales[b] = _scale_bits(elements, values_Kxb[k], f32(1))
@@ -197,11 +197,11 @@ def test_a_codec(tmp_path: Path) -> None:
                 inverse = f32(1) / scale
                 for j in range(items):
                     item = u32(0)
-                    for i in range(16):
+                    for i in range(8):
                         code = _rounded(values_Kxb[k, i * items + j], inverse, f32(1))
-                        item |= u32(u32(i32(code) + i32(2)) << u32(2 * i))
+                        item |= i32(i32(i32(code) + i32(2)) << i32(2 * i))
                         values_Kxb[k, i * items + j] = code * scale
-                    codes[b, j] = item
+                    codes[b, j] = i16(item)
 
 
     ''')  # fmt: skip
@@ -209,7 +209,7 @@ def test_a_codec(tmp_path: Path) -> None:
         kernels,
         (
             "OPERATIONS: Final = {\n",
-            'OPERATIONS: Final = {\n    "uint32": Operations(_square_int2, _add_int2, _encode_int2),\n',
+            'OPERATIONS: Final = {\n    "int16": Operations(_square_tern, _add_tern, _encode_tern),\n',
         ),
     )
     tree.script(
@@ -224,7 +224,7 @@ def test_a_codec(tmp_path: Path) -> None:
         from diloco.common.protocol.codecs import Encoded, aligned_zeros, decode_numpy
         from diloco.learner.tensors.quantize_and_pack import decode_blocks, encode
 
-        codec = SyncSection(codec="int2").codec
+        codec = SyncSection(codec="tern").codec
         block, blocks = 32, 40
         size = block * blocks
         values = np.random.default_rng(0).standard_normal(size).astype(np.float32)
@@ -259,7 +259,7 @@ def test_a_codec(tmp_path: Path) -> None:
         """
     )
     shown = tree.script("from docs.generate import messages; print(messages.codecs())")
-    assert "| 5 | `int2` | sixteen each | absmax / 1 |" in shown
+    assert "| 6 | `tern` | eight each | absmax |" in shown
 
 
 def test_a_store(tmp_path: Path) -> None:

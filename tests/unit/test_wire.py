@@ -113,7 +113,7 @@ def test_floats_are_finite(body, value):
         ("layout", "f" * 31),
         ("layout", "F" * 32),
         ("base_digest", "f" * 32 + "\n"),
-        ("codec", "int2"),
+        ("codec", "int3"),
         ("seq", 0),
         ("incarnation", 0),
         ("steps", 0),

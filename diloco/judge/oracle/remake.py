@@ -32,6 +32,8 @@ from diloco.common.process.config import RunSettings, settings_of
 from diloco.common.protocol import shards, slices, wire
 from diloco.common.protocol.codecs import (
     GREATEST_CODE,
+    INT2_LEAST,
+    INT2_MEANS,
     LEAST_SCALE,
     Codec,
     Encoded,
@@ -366,6 +368,13 @@ def _factors(
 def _error(codec: Codec, values: Vector, block: int) -> Vector:
     """Returns, for each value, the greatest error that quantization with `codec` may give it."""
     magnitudes = np.abs(values)
+    if codec == "int2":  # Values beyond 1.5 scales are cut.
+        rows_Bxb = magnitudes.reshape(-1, block)
+        means_B = INT2_MEANS * rows_Bxb.mean(axis=1, dtype=np.float64)
+        scale_B = np.maximum(np.maximum(means_B, INT2_LEAST * rows_Bxb.max(axis=1)), LEAST_SCALE)
+        half_B, less_B = 0.505 * scale_B * (1 + BFLOAT16), scale_B * (1 - 2 * BFLOAT16)
+        errors_Bxb: Vector = np.maximum(half_B[:, None], rows_Bxb - less_B[:, None])
+        return errors_Bxb.reshape(-1)
     if codec in GREATEST_CODE:
         greatest_B = magnitudes.reshape(-1, block).max(axis=1)
         scale_B = np.maximum(greatest_B / GREATEST_CODE[codec] * (1 + BFLOAT16), LEAST_SCALE)
