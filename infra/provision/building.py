@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from diloco.common.process.config import AXES, Config, RunSettings
+from diloco.common.process.config import AXES, Config, LearnerSection, RunSettings
 from diloco.common.protocol.codecs import encoded_bytes
 from diloco.common.protocol.errors import DilocoError
 from diloco.infra.google_units import DATA
@@ -89,24 +89,32 @@ def check_run(fleet: FleetFile, config: Config, task: Task, known: Known) -> Ite
     for name, learner in fleet.learners.items():
         where = f"learners.{name}"
         section = config.learner.island(name)
-        options = {**settings.task.options, **section.options}
+        options, own = {**settings.task.options, **section.options}, task
         if section.options:
+            if unreached := [*check_reach(where, section.options, fleet.data)]:
+                yield from unreached
+                continue
             try:
-                task = build_task(
+                own = build_task(
                     settings.task.build, steps=settings.run.steps, seed=0, options=options
                 )
             except Exception as error:  # noqa: BLE001 - a user's own code
                 yield _fault(where, error)
                 continue
+            if tree.task_layout(own, settings.sync).digest != layout.digest:
+                yield FleetFinding(
+                    f"{where}: its options {dict(section.options)} make another model than the "
+                    "run's, and its learner would be refused: leave out what changes tensors"
+                )
+                continue
         assert section.mesh is not None
         axes = section.mesh.shape(devices_of(learner, config))
         if axes is None:
             continue
-        yield from _reach(where, options, fleet.data)
         yield from _batch(where, settings.task.build, options, axes)
-        yield from _shares(where, learner, config, task, options, axes)
+        yield from _shares(where, learner, config, own, options, axes)
         try:
-            needed = array_bytes(task, config, name, layout, axes)
+            needed = array_bytes(own, config, name, layout, axes)
         except DilocoError as error:
             yield _fault(where, error)
             continue
@@ -135,10 +143,10 @@ def _parameters(fleet: FleetFile, task: Task) -> Iterator[FleetFinding]:
 
 def _quorum(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
     count, least = len(fleet.learners), config.quorum.min_learners
-    if count < least:
+    if count < least and config.sync.mode == "lockstep":
         yield FleetFinding(
-            f"the run's quorum.min_learners is {least}, and the fleet has {count} learners: no "
-            "version would ever be made"
+            f"the run's quorum.min_learners is {least}, and the fleet has {count} learners: in "
+            "lockstep no version would ever be made"
         )
     shares = config.run.data_shares or config.task.options.get("shares", 0)
     if isinstance(shares, int) and 0 < shares < count:
@@ -157,17 +165,23 @@ def _retention(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
         )
 
 
-def _reach(where: str, options: Mapping[str, Any], data: str | None) -> Iterator[FleetFinding]:
-    """Yields a finding for each absolute path in a task's options that machines will not have.
+def check_reach(where: str, options: Mapping[str, Any], data: str | None) -> Iterator[FleetFinding]:
+    """Yields a finding for each path in a task's options that machines will not have.
 
     Machines have the release, and `DATA` if the fleet's `data` is set.
+
+    Args:
+        where: whose options they are, for people.
+        options: the task's options.
+        data: the fleet's `data`.
     """
     for key, value in options.items():
         paths = [value] if isinstance(value, str) else [*value] if isinstance(value, dict) else []
         for path in paths:
-            if not path.startswith("/") or Path(path).is_relative_to("/opt/diloco"):
+            away = "://" in path or (key == "data" and not path.startswith("/"))
+            if not (away or path.startswith("/")) or Path(path).is_relative_to("/opt/diloco"):
                 continue
-            if not Path(path).is_relative_to(DATA):
+            if away or not Path(path).is_relative_to(DATA):
                 yield FleetFinding(
                     f"{where}: the task's option {key} names {path}, which is on no machine: bring "
                     f'it by the fleet\'s data = "gs://BUCKET/FOLDER", which is copied to {DATA}'
@@ -265,6 +279,14 @@ def array_bytes(
     )
 
 
+def uploads_bytes_day(task: Task, section: LearnerSection) -> float:
+    """Returns the bytes of checkpoints that a learner uploads in a day while it trains."""
+    division = tree.division_of(task, task.shapes)
+    state = jax.eval_shape(task.optimizer.init, division.trained_of(task.shapes))
+    every_s = section.checkpoint_interval_s * section.checkpoint_upload_every
+    return _whole(state) * DAY_S / every_s
+
+
 def _placed(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
@@ -312,6 +334,6 @@ def _disk(
     if REST_GIB + count * each > learner.disk_gib:
         yield FleetFinding(
             f"{where}: disk_gib is {learner.disk_gib}, and {count} checkpoints of {each:.1f} GiB "
-            f"for each host need {REST_GIB + count * each:.0f} with the system: give it more, or "
-            "set learner.checkpoint_keep"
+            f"for each host need {math.ceil(REST_GIB + count * each)} with the system: give it "
+            "more, or set learner.checkpoint_keep"
         )

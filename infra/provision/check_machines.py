@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from diloco.infra.provision.fleet import FleetFile, FleetFinding
 from diloco.infra.provision.known import Known
 
-# Second parts of machine types' names, such as micro of e2-micro, whose sizes are not checked.
-_SHARED = frozenset({"micro", "small", "medium", "custom"})
+# Machine types with a share of a core and at most 4 GB of memory.
+_SHARED = frozenset({"e2-micro", "e2-small", "e2-medium", "f1-micro", "g1-small"})
+# Series of which machines of any size may be had, by names such as n2-custom-4-8192.
+_CUSTOM = re.compile(r"(n1|n2|n2d|e2)-custom(-\w+)?-[0-9]+-[0-9]+(-ext)?|custom-[0-9]+-[0-9]+")
+# Releases run on these images.
+_TRIED = re.compile(r"debian-1[23]\b|ubuntu\D*2[2-6]04|(rocky-linux|rhel|centos-stream)-10\b")
 # Images of Google's public projects without TPU drivers.
 _PLAIN = re.compile(r"projects/(debian|ubuntu-os|rocky-linux|rhel|centos|fedora)-cloud/")
 # Patterns of images that lack what releases need: Linux on x86-64, systemd, Python 3.10.
@@ -32,17 +36,23 @@ def check_machines(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
     for where, machine in named:
         fault, certain = _fault(machine, known) if machine else ("", True)
         if fault:
-            yield FleetFinding(f"{where}: {fault}", refused=certain or not fleet.allow_unlisted)
+            refused = certain or (certain is False and not fleet.allow_unlisted)
+            yield FleetFinding(f"{where}: {fault}", refused=refused)
     yield from _images(fleet, known)
 
 
-def _fault(machine: str, known: Known) -> tuple[str, bool]:
+def _fault(machine: str, known: Known) -> tuple[str, bool | None]:
     """Returns (what is wrong with a machine type, whether that is certain); ("", True): nothing.
 
-    It is not certain if `known` lacks the type, since Google may have added the type.
+    It is not certain if `known` lacks the type, since Google may have added the type; None: the
+    type's series is there, and its sizes are not known.
     """
     name, _, rest = machine.partition("-")
     series = known.series.get(name)
+    if machine in _SHARED:
+        return f"{machine} has a share of a core, too little for any part of a run: take n2", True
+    if _CUSTOM.fullmatch(machine):
+        return "", True
     if series is None:
         have = ", ".join(sorted(known.series))
         return (
@@ -56,13 +66,15 @@ def _fault(machine: str, known: Known) -> tuple[str, bool]:
     if series.hyperdisk:
         return f"{machine} takes no pd-balanced disk, which the modules give it: take n2", True
     kind = rest.partition("-")[0]
-    if not series.classes or kind in _SHARED:
-        return "", True
+    if not series.classes:
+        return f"whether there is {machine} is not known here", None
     if kind not in series.classes:
         return f"{machine}: {name} has the classes {', '.join(series.classes)}, not {kind}", False
     if known.size_of(machine) is None:
         sizes = ", ".join(map(str, series.classes[kind].cores))
         return f"{machine}: {name}-{kind} has {sizes} cores", False
+    if rest.count("-") > 1 and not machine.endswith("-lssd"):
+        return f"{machine}: {name}-{kind} has no {rest.rpartition('-')[2]}", False
     return "", True
 
 
@@ -83,7 +95,7 @@ def _images(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
             )
         elif kind != "cpu" and _PLAIN.match(image):
             yield FleetFinding(f"{where}: {image} has no drivers of TPUs: leave it out")
-        elif kind != "cpu" and not named:
+        elif not named and (kind != "cpu" or not _TRIED.search(image)):
             yield FleetFinding(
                 f"{where}: whether {image} fits {kind} is not known here", refused=False
             )

@@ -1,14 +1,21 @@
 """Computes the dollars a day of the Google Cloud resources that Terraform makes for a fleet. Pure.
 
-Not included: the bucket's storage, operations and traffic, which depend on the run; `diloco plan
---regions` shows these.
+Uploads of checkpoints are included. Not included: the bucket's storage and operations, and traffic
+of updates and versions, which depend on the run's pace; `diloco plan --regions` shows these.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from diloco.infra.provision.fleet import FleetFile, FleetLearner, chips_of, machines_of, region_of
+from diloco.infra.provision.fleet import (
+    MULTI_REGIONS,
+    FleetFile,
+    FleetLearner,
+    chips_of,
+    machines_of,
+    region_of,
+)
 from diloco.infra.provision.known import Known
 from diloco.plan.costs import (
     BUS_BOOT_GIB,
@@ -22,6 +29,7 @@ from diloco.plan.costs import (
     Prices,
 )
 
+GIB = 1 << 30
 # The disk type of accelerators whose machines take no other, as in infra/terraform/modules/learner.
 DISKS = {"v6e": "hyperdisk-balanced", "tpu7x": "hyperdisk-balanced"}
 
@@ -39,7 +47,11 @@ class ResourceCost(NamedTuple):
 
 
 def fleet_costs(
-    fleet: FleetFile, aggregators: Mapping[str, str | None], known: Known, prices: Prices
+    fleet: FleetFile,
+    aggregators: Mapping[str, str | None],
+    known: Known,
+    prices: Prices,
+    uploads_bytes_day: float | None,
 ) -> list[ResourceCost]:
     """Returns the costs of a fleet's resources while all machines run that are not paused.
 
@@ -48,6 +60,7 @@ def fleet_costs(
         aggregators: machine type of each aggregator, by name.
         known: the table of machine types.
         prices: the table of prices.
+        uploads_bytes_day: bytes of checkpoints that each learner uploads in a day; None: unknown.
     """
     found = [_machines(len(fleet.nats.zones), fleet.nats.machine_type, "NATS", known, prices)]
     found += [_machines(1, str(one), name, known, prices) for name, one in aggregators.items()]
@@ -61,6 +74,7 @@ def fleet_costs(
     if names := sum(one.slices > 1 for one in fleet.learners.values()):
         price = names * prices.dns_zone / MONTH_DAYS
         found.append(ResourceCost(f"names of slices' hosts: {names} zones", price))
+    found.append(_uploads(fleet, prices, uploads_bytes_day))
     # Both are priced by bytes that are unknown before the run: changes on disks, lines of logs.
     return [
         *found,
@@ -88,6 +102,24 @@ def _gateways(fleet: FleetFile, prices: Prices) -> ResourceCost:
     hour = counted * prices.gateway_machine + len(machines) * prices.gateway_address
     used = f"{len(machines)} regions, {machines.total()} machines"
     return ResourceCost(f"gateways: {used}", 24 * hour)
+
+
+def _uploads(fleet: FleetFile, prices: Prices, each_bytes: float | None) -> ResourceCost:
+    """Returns the cost of the checkpoints that learners of other regions upload to the bucket."""
+    what = "uploads of checkpoints from other regions"
+    if each_bytes is None:
+        return ResourceCost(what, None)
+    # A multi-region bucket charges for the copies of what is written, wherever it comes from.
+    copied = fleet.bucket() in MULTI_REGIONS
+    dollars = sum(
+        prices.replication if copied else prices.between(region_of(one.zone), fleet.bucket())
+        for one in _running(fleet).values()
+    )
+    charged = copied or prices.uploads_charged
+    return ResourceCost(
+        f"{what}: {each_bytes / GIB:,.0f} GiB of each learner; learner.checkpoint_upload_every",
+        charged * dollars * each_bytes / GIB,
+    )
 
 
 def _secrets(fleet: FleetFile, prices: Prices) -> ResourceCost:
@@ -123,17 +155,16 @@ def _by_list(name: str, learner: FleetLearner, known: Known, prices: Prices) -> 
 
 
 def budget_variable(
-    fleet: FleetFile, aggregators: Mapping[str, str | None], known: Known, prices: Prices
+    fleet: FleetFile, costs: Sequence[ResourceCost], known: Known, prices: Prices
 ) -> dict[str, Any] | None:
     """Returns what the keeper counts a fleet's spending by; None without a budget.
 
-    The arguments are those of `fleet_costs`. The keys are those of the variable `budget` in
+    `costs` is the result of `fleet_costs`. The keys are those of the variable `budget` in
     infra/terraform/variables.tf.
     """
     if fleet.budget is None:
         return None
     of_learners = {name: _learner(name, one, known, prices) for name, one in fleet.learners.items()}
-    costs = fleet_costs(fleet, aggregators, known, prices)
     rest = [one.dollars or 0.0 for one in costs if one not in of_learners.values()]
     uncounted = [one for one in of_learners.values() if one.dollars is None]
     uncounted += [one for one in costs if one.dollars is None and one not in uncounted]

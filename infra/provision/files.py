@@ -18,12 +18,17 @@ from diloco.show.alerts.webhook import Webhook
 # Words that Google does not allow in a project's id.
 RESTRICTED = ("google", "null", "undefined", "ssl")
 INSTALLED_AT, STREAMS_AT = "/etc/nats", "/var/lib/nats/jetstream"
+# Of a subnet's name, diloco-RUN-REGION, and such.
+MOST_RUN_AND_REGION = 63 - len("diloco--")
 # The reader whose credentials the watch on the keeper's machine has.
 WATCH = "watch"
 # The architecture of the default images, and of every machine with TPUs.
 ARCHITECTURE = "x86_64"
 # The sections of a run's file that Terraform writes, with stand-ins for the mandatory keys.
 _OURS = {"bus": {}, "store": {"url": "gs://bucket"}, "metrics": {}}
+# What the units and Terraform say of [learner]; the run's file may have another folder.
+_FOLDER = {"checkpoint_dir": "/var/lib/diloco-learner"}
+_UPLOADS = {"checkpoint_upload": True}
 
 
 def nats_addresses(fleet: FleetFile) -> list[str]:
@@ -44,6 +49,9 @@ def read_run(path: Path) -> Config:
     document = read_document(path)
     if ours := sorted(document.keys() & _OURS.keys()):
         raise ConfigError(f"{path} has the section [{ours[0]}], which Terraform writes: remove it")
+    learner = document.get("learner", {})
+    if isinstance(learner, dict):
+        document["learner"] = _FOLDER | learner | _UPLOADS
     return make_config(document | _OURS, source=str(path))
 
 
@@ -70,9 +78,39 @@ def check_names(fleet: FleetFile, run: str) -> Iterator[FleetFinding]:
         )
     if fleet.stop_at and datetime.fromisoformat(fleet.stop_at) <= datetime.now(UTC):
         yield FleetFinding(f"stop_at {fleet.stop_at} is over: no learner would have machines")
+    yield from _lengths(fleet, run)
+
+
+def _lengths(fleet: FleetFile, run: str) -> Iterator[FleetFinding]:
+    cached = {region_of(zone) for zone in fleet.caches}
+    for region in fleet.subnets:
+        most = MOST_RUN_AND_REGION - len("-cache") * (region in cached)
+        if len(run + region) > most:
+            yield FleetFinding(
+                f"subnets.{region}: the run's name and {region} have more than {most} characters "
+                "together, and names of Google's resources 63 at most: take a shorter name of the "
+                "run"
+            )
     for name in [*fleet.aggregators, *fleet.learners]:
         if len(run + name) > 45:
             yield FleetFinding(f"{name!r} and the run's name have more than 45 characters together")
+
+
+def check_outside(fleet: FleetFile, run: str) -> Iterator[FleetFinding]:
+    """Yields a finding for channels and data of the wrong project or bucket.
+
+    Args:
+        fleet: the fleet's file.
+        run: the run's name.
+    """
+    for channel in fleet.notification_channels:
+        if channel.split("/")[1] != fleet.project:
+            yield FleetFinding(f"notification_channels: {channel} is of another project")
+    if fleet.data is not None and fleet.data.startswith(f"gs://{fleet.project}-{run}-diloco"):
+        yield FleetFinding(
+            f"data: {fleet.data} is in the run's own bucket, which is emptied when the run is "
+            "destroyed: prepare the data into one of yours"
+        )
 
 
 def check_releases(fleet: FleetFile, paths: dict[str, Path]) -> Iterator[FleetFinding]:
@@ -122,8 +160,10 @@ def check_webhook(path: Path | None) -> Iterator[FleetFinding]:
             )
         else:
             Webhook(found[1])
-    except (OSError, UnicodeDecodeError) as error:
-        yield FleetFinding(f"webhook_file: cannot read {path}: {error}")
+    except OSError as error:
+        yield FleetFinding(f"webhook_file: cannot read {path}: {error.strerror}")
+    except UnicodeDecodeError:
+        yield FleetFinding(f"webhook_file: {path} is no text")
     except ConfigError as error:
         yield FleetFinding(f"webhook_file: {path}: {error.message}")
 

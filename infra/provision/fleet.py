@@ -160,7 +160,7 @@ Topology = Annotated[str, _shape("[0-9]+(x[0-9]+){1,2}", "a topology, such as 4x
 Reservation = Annotated[
     str,
     _shape(
-        "(projects/[^/ ]+/reservations/)?[a-z]([a-z0-9-]*[a-z0-9])?",
+        "(projects/[^/ ]+/reservations/)?[a-z]([a-z0-9-]{0,61}[a-z0-9])?",
         "the name of a reservation, such as my-reservation, or of a shared one, such as "
         "projects/its-project/reservations/its-name",
     ),
@@ -175,8 +175,9 @@ Channel = Annotated[
 Member = Annotated[
     str,
     _shape(
-        r"(user|group|serviceAccount):[^ @]+@[^ @]+\.[^ @]+",
-        "a known person or group, such as user:ann@example.org or group:team@example.org",
+        r"(user|group):[^ @]+@[^ @]+\.[^ @]+|serviceAccount:[^ @]+@[^ @]+\.gserviceaccount\.com",
+        "a known person, group or service account, such as user:ann@example.org, "
+        "group:team@example.org or serviceAccount:ci@my-project.iam.gserviceaccount.com",
     ),
 ]
 BillingAccount = Annotated[
@@ -189,9 +190,9 @@ BillingAccount = Annotated[
 LabelKey = Annotated[
     str,
     _shape(
-        "[a-z][a-z0-9_-]{0,62}",
+        "(?!goog)[a-z][a-z0-9_-]{0,62}",
         "a label's key: up to 63 lower-case letters, digits, hyphens and underscores, a letter "
-        "first",
+        "first, and not goog, which Google keeps",
     ),
 ]
 Label = Annotated[
@@ -302,7 +303,7 @@ class FleetLearner(FileSection):
     spot: bool = False
     reservation: Reservation | None = None
     flex_start_hours: Annotated[int, Field(ge=1, le=168)] | None = None
-    dollars_hour: Annotated[float, Field(gt=0)] | None = None
+    dollars_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     image: Image | None = None
     disk_gib: Disk = 100
     warm_start: bool = False
@@ -374,8 +375,8 @@ class Budget(FileSection):
             None: no such budget.
     """
 
-    dollars: Annotated[float, Field(gt=0)]
-    traffic_dollars_day: Annotated[float, Field(ge=0)] = 0.0
+    dollars: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    traffic_dollars_day: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     billing_account: BillingAccount | None = None
 
 

@@ -29,7 +29,9 @@ TPU_PORTS = range(8470, 8491)
 # The number of addresses of a range that Google reserves.
 OF_GOOGLE = 4
 _RESERVED = ("operator", "guard", "keeper", "watch")
-_NODE = re.compile(r"nats-[0-9]+")
+_OURS = re.compile(r"nats-[0-9]+|cache-.*")
+# Ports at which a learner's hosts speak to each other, as modules/learner opens them, besides.
+_EPHEMERAL_PORTS, _SLICE_PORT = range(32768, 61000), 8081
 _CUBE = (4, 8, 12, 16, 20, 24)
 _SMALL = ("2x2x2", "2x2x4", "2x4x4")
 
@@ -76,7 +78,9 @@ def _regions(fleet: FleetFile, known: Known) -> Iterator[FleetFinding]:
     for where, zone in _placed(fleet):
         letters = known.regions.get(region_of(zone))
         letter = zone.rpartition("-")[2]
-        if letters is not None and len(letter) == 1 and letter not in letters:
+        if letters is not None and len(letter) > 1:
+            yield FleetFinding(f"{where}: whether there is {zone} is not known here", refused=False)
+        elif letters is not None and letter not in letters:
             yield FleetFinding(
                 f"{where}: {region_of(zone)} has no zone {zone}, but those of the letters "
                 f"{', '.join(letters)} {hint}",
@@ -89,14 +93,15 @@ def _slices(fleet: FleetFile) -> Iterator[FleetFinding]:
 
     Google does not recreate slices of several hosts or flex-start machines; the keeper does.
     """
-    large = [name for name, one in fleet.learners.items() if hosts_of(one) > 1]
+    large = [name for name, one in fleet.learners.items() if machines_of(one) > 1]
     if fleet.metrics_port == LIVENESS_PORT:
         yield FleetFinding(f"metrics_port {LIVENESS_PORT} is where machines answer health checks")
-    if large and fleet.metrics_port in TPU_PORTS:
-        yield FleetFinding(
-            f"metrics_port {fleet.metrics_port} is among {TPU_PORTS.start} to "
-            f"{TPU_PORTS.stop - 1}, at which the hosts of {large[0]} speak to each other"
-        )
+    for ports in (TPU_PORTS, _EPHEMERAL_PORTS, range(_SLICE_PORT, _SLICE_PORT + 1)):
+        if large and fleet.metrics_port in ports:
+            yield FleetFinding(
+                f"metrics_port {fleet.metrics_port} is among {ports.start} to {ports.stop - 1}, at "
+                f"which the hosts of {large[0]} speak to each other"
+            )
     if any(one.slices > 1 for one in fleet.learners.values()) and (
         fleet.metrics_port == SUPERVISOR_PORT
     ):
@@ -105,7 +110,7 @@ def _slices(fleet: FleetFile) -> Iterator[FleetFinding]:
             "take another, such as 9464"
         )
     flex = [name for name, one in fleet.learners.items() if one.flex_start_hours]
-    lost = sorted({*large, *flex})
+    lost = sorted({*(name for name in large if hosts_of(fleet.learners[name]) > 1), *flex})
     if lost and not fleet.keeper:
         yield FleetFinding(
             f"keeper = false, and Google does not make {', '.join(lost)} anew: slices of several "
@@ -155,7 +160,7 @@ def _names(fleet: FleetFile) -> Iterator[FleetFinding]:
             f"{name!r} is a learner and an aggregator: their credentials are one file"
         )
     for name in [*fleet.aggregators, *fleet.learners]:
-        if name in _RESERVED or _NODE.fullmatch(name):
+        if name in _RESERVED or _OURS.fullmatch(name):
             yield FleetFinding(f"{name!r} is what the run calls its own: take another name")
     for name, learner in fleet.learners.items():
         for number in range(learner.slices if learner.slices > 1 else 0):
@@ -164,9 +169,22 @@ def _names(fleet: FleetFile) -> Iterator[FleetFinding]:
                     f"learners.{other}: is named like slice {number} of learners.{name}, and their "
                     "machines would have the same names: rename one"
                 )
+    zones = {one.zone for one in fleet.aggregators.values()}
     if len(fleet.aggregators) == 1:
         yield FleetFinding(
             "there is one aggregator: no other takes over if its machine is lost", refused=False
+        )
+    elif len(zones) == 1:
+        yield FleetFinding(
+            f"all aggregators are in {min(zones)}: none takes over if that zone is lost",
+            refused=False,
+        )
+    continents = {zone.partition("-")[0] for zone in fleet.nats.zones}
+    if len(continents) > 1:
+        yield FleetFinding(
+            f"nats.zones are on {len(continents)} continents ({', '.join(sorted(continents))}): "
+            "each message waits for two of the three servers",
+            refused=False,
         )
 
 
@@ -200,7 +218,6 @@ def _sites(fleet: FleetFile) -> Iterator[FleetFinding]:
 
 def _bucket(fleet: FleetFile) -> Iterator[FleetFinding]:
     place = fleet.bucket()
-    regions = {region_of(one.zone) for one in fleet.aggregators.values()}
     if place in MULTI_REGIONS:
         yield FleetFinding(
             f"bucket_location {place!r} is a multi-region: it survives the loss of a region, and "
@@ -208,12 +225,14 @@ def _bucket(fleet: FleetFile) -> Iterator[FleetFinding]:
             f"aggregators; compare: diloco plan --regions {','.join(sorted(fleet.subnets))}",
             refused=False,
         )
-    elif place not in regions:
-        yield FleetFinding(
-            f"bucket_location {place!r} is the region of no aggregator: each update that one reads "
-            "is billed as traffic between regions",
-            refused=False,
-        )
+        return
+    for name, one in fleet.aggregators.items():
+        if region_of(one.zone) != place:
+            yield FleetFinding(
+                f"aggregators.{name}: is in {region_of(one.zone)}, and the bucket in {place}: each "
+                "update that it reads is billed as traffic between regions",
+                refused=False,
+            )
 
 
 def _accelerated(
@@ -272,5 +291,10 @@ def _topology(where: str, name: str, topology: str, kind: Accelerator) -> Iterat
     if not right:
         shapes = ", ".join(kind.topologies) or f"{', '.join(_SMALL)}, or three multiples of 4"
         yield FleetFinding(f"{where}: {topology} is no slice of several hosts of {name}: {shapes}")
+    elif len(sides) == 3 and sides != sorted(sides):
+        yield FleetFinding(
+            f"{where}: {topology}: Google writes the smaller sides of a slice first: "
+            f"{'x'.join(map(str, sorted(sides)))}"
+        )
     elif kind.most_chips and math.prod(sides) > kind.most_chips:
         yield FleetFinding(f"{where}: a slice of {name} has {kind.most_chips} chips at most")

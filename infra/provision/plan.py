@@ -7,14 +7,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco.common.process.config import MOST_SUPERVISORS, Config, RunSettings
+from diloco.common.process.config import Config, RunSettings
 from diloco.common.protocol.errors import ConfigError
-from diloco.infra.provision.building import ONE_DEVICE, check_run, model_or_fault
+from diloco.infra.provision.building import (
+    ONE_DEVICE,
+    check_reach,
+    check_run,
+    model_or_fault,
+    uploads_bytes_day,
+)
 from diloco.infra.provision.check_machines import check_machines
 from diloco.infra.provision.costs import ResourceCost, budget_variable, fleet_costs
 from diloco.infra.provision.files import (
     check_auth,
     check_names,
+    check_outside,
     check_releases,
     check_webhook,
     read_run,
@@ -22,15 +29,12 @@ from diloco.infra.provision.files import (
 from diloco.infra.provision.fleet import FleetFile, FleetFinding, chips_of, machines_of, read_fleet
 from diloco.infra.provision.known import Known, known
 from diloco.infra.provision.places import check_places
+from diloco.infra.provision.settings import check_settings
 from diloco.learner.tensors.tree import task_layout
 from diloco.plan.costs import REST_BYTES
 from diloco.plan.inputs import read_prices
 from diloco.plan.traffic import equal_fragments, sizes
 
-# Shortest silence after which the host of another slice may count as lost. A report comes each
-# quarter of a second; one whose packet the link loses three times in a row comes 1.4 s late, as TCP
-# sends it again after 0.2, 0.4 and 0.8 s.
-LEAST_SILENT_S = 2.0
 _FILES = ("run_toml", "auth_folder", "webhook_file")
 # Keys of the fleet's file that Terraform does not have, or has otherwise.
 _NOT_TERRAFORMS: dict[str, Any] = {
@@ -82,11 +86,13 @@ def check(path: Path) -> Checked:
         return Checked([*findings, FleetFinding(f"run_toml: {error.message}")], None)
     run = config.run.name
     findings += check_names(fleet, run)
+    findings += check_outside(fleet, run)
     findings += check_meshes(fleet, config)
-    findings += check_slices(fleet, config)
+    findings += check_settings(fleet, config)
     findings += check_auth(fleet, files["auth_folder"], run)
-    fragments, more = _model(fleet, config, table)
-    findings += more
+    model = _model(fleet, config, table)
+    findings += model.findings
+    fragments = model.fragments
     needed = memory_needed(config.settings(), fragments) if fragments else 0
     findings += check_memory(fleet, table, needed)
     checked = Checked(findings, None)
@@ -95,8 +101,21 @@ def check(path: Path) -> Checked:
     given: dict[str, Any] = {key: str(file) for key, file in files.items()} | {"run": run}
     given["releases"] = {kind: str(file) for kind, file in releases.items()}
     named, prices = machines(fleet, table, needed), read_prices(None)
-    if (budget := budget_variable(fleet, named, table, prices)) is not None:
+    costs = fleet_costs(fleet, named, table, prices, model.uploads_bytes_day)
+    if (budget := budget_variable(fleet, costs, table, prices)) is not None:
         given["budget"] = budget
+        hour = budget["dollars_hour"] + sum(
+            dollars * machines_of(fleet.learners[name])
+            for name, dollars in budget["learners"].items()
+        )
+        if budget["dollars"] < hour:
+            findings.append(
+                FleetFinding(
+                    f"budget: ${budget['dollars']:,.2f} are spent in less than an hour, which "
+                    f"costs ${hour:,.2f}: give more"
+                )
+            )
+            return Checked(findings, None)
         findings += [
             FleetFinding(f"budget: not counted: {what}", refused=False)
             for what in budget["uncounted"]
@@ -104,27 +123,38 @@ def check(path: Path) -> Checked:
     return Checked(
         findings,
         variables=_variables(fleet, given, named),
-        costs=fleet_costs(fleet, named, table, prices),
+        costs=costs,
     )
 
 
-def _model(
-    fleet: FleetFile, config: Config, table: Known
-) -> tuple[Sequence[int], Sequence[FleetFinding]]:
-    """Returns (the elements of each fragment, findings about the model).
+class _Model(NamedTuple):
+    """What follows from a run's model.
 
-    The first is empty if the model is unknown or cannot be built.
+    Attributes:
+        findings: findings about the model, and about learners that train it.
+        fragments: the elements of each fragment; empty if the model is unknown or cannot be built.
+        uploads_bytes_day: bytes of checkpoints that each learner uploads in a day; None: unknown.
     """
+
+    findings: Sequence[FleetFinding]
+    fragments: Sequence[int] = ()
+    uploads_bytes_day: float | None = None
+
+
+def _model(fleet: FleetFile, config: Config, table: Known) -> _Model:
     settings = config.settings()
     if config.task.build:
+        if unreached := [*check_reach("run_toml", settings.task.options, fleet.data)]:
+            return _Model(unreached)
         task = model_or_fault(settings)
         if isinstance(task, FleetFinding):
-            return [], [task]
+            return _Model([task])
         fragments = [one.size for one in task_layout(task, config.sync).fragments]
-        return fragments, [*check_run(fleet, config, task, table)]
+        found = [*check_run(fleet, config, task, table)]
+        return _Model(found, fragments, uploads_bytes_day(task, config.learner))
     if fleet.parameters is None:
-        return [], [FleetFinding("parameters is missing, and the run has no task that says it")]
-    return equal_fragments(settings, fleet.parameters), []
+        return _Model([FleetFinding("parameters is missing, and the run has no task that says it")])
+    return _Model([], equal_fragments(settings, fleet.parameters))
 
 
 def _variables(
@@ -191,10 +221,10 @@ def check_meshes(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
     """
     for name, learner in fleet.learners.items():
         chips = chips_of(learner)
-        if learner.kind not in ONE_DEVICE or not chips:
-            continue
+        # Where that is unknown, a chip is one device to JAX, or two.
+        counts = [chips] if learner.kind in ONE_DEVICE else [chips, 2 * chips]
         mesh = config.learner.island(name).mesh or config.learner.mesh
-        if mesh.shape(chips) is None:
+        if chips and not any(mesh.shape(count) for count in counts):
             yield FleetFinding(
                 f"learners.{name}: the mesh of the run's file ({mesh}) does not fit its {chips} "
                 "chips: sizes must multiply to them, and 0 takes what the others leave; give it "
@@ -205,44 +235,3 @@ def check_meshes(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
             f"the run's file has [learner.islands.{name}], and the fleet no such learner",
             refused=False,
         )
-
-
-def check_slices(fleet: FleetFile, config: Config) -> Iterator[FleetFinding]:
-    """Yields a finding for each setting of the run that a learner's several slices contradict.
-
-    Terraform tells machines `learner.slices`, `learner.peers` and `learner.host`; all other
-    settings are the run's.
-    """
-    section = config.learner
-    for name, learner in fleet.learners.items():
-        where, slices = f"learners.{name}", learner.slices
-        if "slices" in section.model_fields_set and section.slices != slices:
-            yield FleetFinding(
-                f"{where}: the fleet gives it {slices} slices, and the run's file has "
-                f"learner.slices = {section.slices}: leave learner.slices and learner.peers out of "
-                "the run's file, as Terraform tells them to machines"
-            )
-        if slices == 1:
-            continue
-        if section.min_slices > slices:
-            yield FleetFinding(
-                f"{where}: the run's learner.min_slices is {section.min_slices}, and the fleet "
-                f"gives it {slices} slices, so that it would never train: lower min_slices, or set "
-                f"slices = {section.min_slices}"
-            )
-        if section.silent_s < LEAST_SILENT_S:
-            yield FleetFinding(
-                f"{where}: the run's learner.silent_s is {section.silent_s:g}, and between slices "
-                f"a report may be {LEAST_SILENT_S:g} s late, so that hosts that work would count "
-                f"as lost: set it to {LEAST_SILENT_S:g} or more; the default is 5"
-            )
-        if section.coordinator is not None:
-            yield FleetFinding(
-                f"{where}: the run's file has learner.coordinator = {section.coordinator!r}, and "
-                "the supervisors of several slices choose it: leave it out"
-            )
-        if machines_of(learner) > MOST_SUPERVISORS:
-            yield FleetFinding(
-                f"{where}: {slices} slices have {machines_of(learner)} hosts, and a learner of "
-                f"several slices has {MOST_SUPERVISORS} at most: take fewer slices, or smaller ones"
-            )

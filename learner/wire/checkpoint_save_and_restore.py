@@ -176,7 +176,7 @@ class Saver:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._made, self._others_made = made, others_made
         self._running: Future[None] | None = None
-        self._newest_step = 0
+        self._newest_step = self._turn = 0
         self._made_s = self._uploaded_s = time.monotonic()
         self._coverage = Coverage(context)
 
@@ -269,13 +269,15 @@ class Saver:
         self._made(progress.local_step)
 
     def _uploads(self, *, snapshot: bool) -> bool:
-        """True if a checkpoint is to be uploaded; of snapshots, one in each interval."""
+        """True if a checkpoint is to be uploaded; of snapshots, one in an interval at most."""
         now_s = time.monotonic()
         early = snapshot and now_s - self._uploaded_s < self._section.checkpoint_interval_s
         if not self._section.checkpoint_upload or early:
             return False
         self._uploaded_s = now_s
-        return True
+        # Counted and not timed: all hosts upload their parts of the same checkpoints.
+        turn, self._turn = self._turn, self._turn + 1
+        return turn % self._section.checkpoint_upload_every == 0
 
     def _upload(self, checkpoint: HostCheckpoint) -> None:
         """Uploads a checkpoint, and deletes all but the newest of this learner's uploads.

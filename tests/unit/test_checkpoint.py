@@ -252,6 +252,20 @@ class Counted(MemoryStore):
         self.counts.append(len(self.list("")))
 
 
+def test_of_a_life_the_first_is_uploaded_and_each_third(tmp_path):
+    learner = Learner(tmp_path, checkpoint_upload=True, checkpoint_upload_every=3)
+    for first in 0, 100:
+        saver = Saver(learner.context, learner.section, learner.folder, 7)
+        for local_step in range(first, first + 5):
+            saver.save(adam_state(local_step), PROGRESS._replace(local_step=local_step))
+            saver._running.result()
+        saver.close()
+    found = [
+        fields["name"].split("/")[-1] for fields in learner.logger.fields("checkpoint_uploaded")
+    ]
+    assert [int(name.split("-")[0]) for name in found] == [0, 3, 100, 103]
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_store_has_the_checkpoints_to_keep_at_every_moment(tmp_path, keep):
     """A put that fails, or a crash between two steps, leaves a learner those that it had."""

@@ -101,7 +101,7 @@ def refusals(path: Path) -> list[str]:
 
 
 def test_there_are_as_many_as_were_drawn_and_few_are_accepted() -> None:
-    assert len(DRAWN) == 145
+    assert len(DRAWN) == 177
     assert DRAWN.keys() >= ACCEPTED
     assert len(ACCEPTED) <= 5
 

@@ -268,6 +268,11 @@ class LearnerSection(Section):
         description="upload checkpoints to the object store, for a restart on another machine;"
         " needs `checkpoint_dir`",
     )
+    checkpoint_upload_every: Steps = Field(
+        default=1,
+        description="each so many-th checkpoint is uploaded, and the first of each life: of a large"
+        " model all of them cost more than all else that leaves a region",
+    )
     checkpoint_key: str | None = Field(
         default=None,
         description="file with the key, 64 hexadecimal digits, by which uploaded checkpoints are"

@@ -67,6 +67,15 @@ resource "google_project_iam_member" "logs" {
   member  = google_service_account.this.member
 }
 
+# Reserved, as learners of the same range take any address that is free.
+resource "google_compute_address" "this" {
+  name         = local.full_name
+  region       = var.region
+  subnetwork   = var.subnetwork
+  address_type = "INTERNAL"
+  address      = var.address
+}
+
 resource "google_compute_instance" "this" {
   #checkov:skip=CKV_GCP_38:Google encrypts the disk with keys of its own; what is on it is in the bucket too.
   name                      = local.full_name
@@ -86,7 +95,7 @@ resource "google_compute_instance" "this" {
 
   network_interface {
     subnetwork = var.subnetwork
-    network_ip = var.address
+    network_ip = google_compute_address.this.address
   }
 
   metadata = {

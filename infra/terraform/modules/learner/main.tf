@@ -21,6 +21,8 @@ locals {
   chips         = var.topology == null ? var.chips : local.chips_of_host
   machine_type  = local.accelerator ? "${local.kinds[var.kind].prefix}${local.chips}t" : var.machine_type
   flex_start    = var.flex_start_hours != null
+  # docs.cloud.google.com/tpu/docs/consume-reservation-compute; plain machines are as on demand.
+  bound = local.accelerator && var.reservation != null
   # Whoever makes machines anew: a group in bulk mode grows from nothing only.
   bulk      = local.hosts > 1 || local.flex_start
   disk_type = local.accelerator ? local.kinds[var.kind].disk : "pd-balanced"
@@ -163,11 +165,11 @@ resource "google_compute_instance_template" "this" {
   }
 
   scheduling {
-    provisioning_model          = var.spot ? "SPOT" : var.reservation != null ? "RESERVATION_BOUND" : local.flex_start ? "FLEX_START" : "STANDARD"
+    provisioning_model          = var.spot ? "SPOT" : local.bound ? "RESERVATION_BOUND" : local.flex_start ? "FLEX_START" : "STANDARD"
     preemptible                 = var.spot
     automatic_restart           = !var.spot && !local.flex_start
     on_host_maintenance         = local.accelerator || var.spot ? "TERMINATE" : "MIGRATE"
-    instance_termination_action = var.spot ? "STOP" : var.reservation != null || local.flex_start ? "DELETE" : null
+    instance_termination_action = var.spot ? "STOP" : local.bound || local.flex_start ? "DELETE" : null
 
     dynamic "max_run_duration" {
       for_each = var.flex_start_hours[*]
