@@ -55,7 +55,14 @@ def follow(host: Host) -> Iterator[Life]:
         address, secret = exchange_secret("")
         leader = f"host {host.config.learner.number_of(0)}"
         link = background.call(
-            connect(jax.process_index(), address, secret, host.lost_host, leader)
+            connect(
+                jax.process_index(),
+                address,
+                secret,
+                host.lost_host,
+                leader,
+                several=host.config.learner.slices > 1,
+            )
         )
         stack.callback(lambda: background.call(link.close()))
         begin = link.receive(messages.Begin)

@@ -19,7 +19,8 @@ MEANINGS = {
         "the region's cache is away, slow or gives wrong bytes: the bucket is read for half a"
         " minute"
     ),
-    "formation": "a supervisor: the slices that train together from now on",
+    "formation": "a supervisor: the slices that train together from now on, and how often in a row"
+    " each has broken a formation, for which it stays out longer each time",
     "work_carried": "this life goes on with what the life before had not sent",
     "announced_uncovered": "an update was announced before a snapshot of it was stored",
     "parts_copied": "a supervisor has copied the parts of `count` checkpoints from another slice",

@@ -19,6 +19,7 @@ for `LONGEST_OUT_S` seconds.
     reports, ends of processes, signals -> `Agreement` -> `decide` -> `Begin`, `Kill` ...
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -119,6 +120,7 @@ class HostReport(NamedTuple):
         over: the learner has ended; no further formation begins.
         newest: (incarnation, local step) of the newest part of a checkpoint on its host; None: it
             has none.
+        strikes: by slice, how often in a row it has broken a formation, as its leader counts.
         trains: its training process has begun to train, and waits for neither NATS nor the store.
         alike: the settings that all hosts must have alike, as text.
     """
@@ -134,6 +136,7 @@ class HostReport(NamedTuple):
     leaving: bool
     over: bool
     newest: tuple[int, int] | None
+    strikes: tuple[int, ...] = ()
     trains: bool = False
     alike: str = ""
 
@@ -280,6 +283,7 @@ def decide(
     regroup = max(report.regroup for report in present.values())
     state = replace(state, me=state.me._replace(regroup=regroup))
     leader = min(present)
+    state = _with_strikes(state, leader, present)
     if leader != state.me.host:
         state = _following(state, present[leader], present)
     elif any(report.leader < leader for host, report in present.items() if host != leader):
@@ -287,18 +291,18 @@ def decide(
         state = _with_others_formation(state, present)
     else:
         state = _leading(rules, state, present, now_s)
-    state = replace(state, me=state.me._replace(leader=leader))
+    strikes = tuple(state.strikes.get(number, 0) for number in range(rules.slices))
+    state = replace(state, me=state.me._replace(leader=leader, strikes=strikes))
     return _obeying(rules, state, present, now_s)
 
 
 def _awake(rules: FormationRules, state: Agreement, now_s: float) -> Agreement:
     """Returns the state of a supervisor that may have slept, as with its machine.
 
-    What others have said meanwhile is not read yet: for that time they do not count as silent.
+    What others have said meanwhile is not read yet: of that time only half of `silent_s` counts,
+    so that a slow supervisor, too, finds that another one is silent.
     """
-    slept_s = now_s - state.decided_s
-    if slept_s < rules.silent_s / 2:
-        slept_s = 0.0
+    slept_s = max(0.0, now_s - state.decided_s - rules.silent_s / 2)
     known = {host: (report, came_s + slept_s) for host, (report, came_s) in state.heard.items()}
     return replace(state, heard=known, decided_s=now_s)
 
@@ -323,6 +327,21 @@ def _noting_whole_slices(
         if all(host in present and not present[host].leaving for host in rules.hosts_of(number))
     }
     return replace(state, whole_since=whole)
+
+
+def _with_strikes(state: Agreement, leader: int, present: Mapping[int, HostReport]) -> Agreement:
+    """Returns the state with the leader's strikes; a new leader goes on with the others' count."""
+    if leader == state.me.host:
+        others = [one.strikes for one in present.values() if one.leader != leader]
+        if not others:
+            return state
+        own = [state.strikes.get(number, 0) for number in range(max(map(len, others)))]
+        found = [max(counts) for counts in itertools.zip_longest(own, *others, fillvalue=0)]
+    elif present[leader].leader == leader:
+        found = [*present[leader].strikes]
+    else:
+        return state
+    return replace(state, strikes={number: count for number, count in enumerate(found) if count})
 
 
 def _following(
@@ -409,6 +428,7 @@ def _judging(
         if asked and not gone | failed and UNREADY in ended_with.values():
             return _closed(state, formation)
         blamed = gone | failed or _stuck(rules, formation, present, ended_with)
+        blamed = blamed or _ended_first(rules, state, formation, ended_with)
         state = _closing(state, formation, blamed, now_s)
         superseded = Exit.SUPERSEDED in ended_with.values()
         return _superseded(rules, state, present, formation, now_s) if superseded else state
@@ -501,6 +521,19 @@ def _stuck(
     if any(present[host].trains for host in hosts) or len(ran) >= len(ended_with):
         return set()
     return {rules.slice_of(host) for host in ran}
+
+
+def _ended_first(
+    rules: FormationRules, state: Agreement, formation: Formation, ended_with: Mapping[int, int]
+) -> set[int]:
+    """Returns the slices whose processes ended first, once each slice has broken a formation.
+
+    A process that aborts looks like one whose peer is gone. So the first time nobody is blamed, and
+    what happens again is blamed on those that end while others still run.
+    """
+    first = {rules.slice_of(host) for host in ended_with}
+    again = all(state.strikes.get(number) for number in formation.slices)
+    return first if again and len(first) < len(formation.slices) else set()
 
 
 def _is_to_blame(status: int) -> bool:

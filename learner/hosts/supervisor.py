@@ -23,6 +23,7 @@ slice may have no part.
 import asyncio
 import contextlib
 import ctypes
+import functools
 import hashlib
 import hmac
 import json
@@ -69,6 +70,8 @@ FIRST_WORD_S = 120.0
 # A training process may be silent for so many times `learner.silent_s`: long calls of its own loop
 # and task may hold Python's lock.
 PATIENCE = 2.0
+# The most bytes of a part's header; one that says more is damaged.
+MOST_HEADER_BYTES = 64 << 20
 # The port at which libtpu joins slices; infra/terraform/modules/learner opens it.
 TPU_PORT = 8081
 _NONCE_BYTES = 32
@@ -214,7 +217,12 @@ class _Supervisor:
         self._state, actions = formation.decide(self._rules, self._state, time.monotonic())
         after = self._state.me.formation
         if after is not None and after != before:
-            self._logger.info("formation", slices=list(after.slices), number=after.number)
+            strikes = {
+                number: count for number, count in enumerate(self._state.me.strikes) if count
+            }
+            self._logger.info(
+                "formation", slices=list(after.slices), number=after.number, strikes=strikes
+            )
         return actions
 
     def _act(self, action: Action, tasks: Tasks) -> None:
@@ -392,9 +400,9 @@ class _Supervisor:
             try:
                 _limit_silence(writer)
                 theirs, ours = await reader.readexactly(_NONCE_BYTES), _nonce()
-                writer.write(ours + self._proof(theirs + ours))
+                writer.write(ours + self._proof("calls", host, theirs + ours))
                 given = await reader.readexactly(_NONCE_BYTES)
-                if not hmac.compare_digest(given, self._proof(ours + theirs)):
+                if not hmac.compare_digest(given, self._proof("answers", host, ours + theirs)):
                     raise OSError(
                         f"{self._section.peers[host]} does not know the credentials of this learner"
                     )
@@ -404,7 +412,7 @@ class _Supervisor:
         return reader, writer
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving = asyncio.current_task()
+        serving, own = asyncio.current_task(), self._section.host
         assert serving is not None
         self._served[serving] = writer
         try:
@@ -413,12 +421,12 @@ class _Supervisor:
                 writer.write(ours)
                 theirs = await reader.readexactly(_NONCE_BYTES)
                 given = await reader.readexactly(_NONCE_BYTES)
-            if not hmac.compare_digest(given, self._proof(ours + theirs)):
+            if not hmac.compare_digest(given, self._proof("calls", own, ours + theirs)):
                 address, *_ = writer.get_extra_info("peername")
                 if self._is_new("supervisor_refused", address):
                     self._logger.warning("supervisor_refused", peer=address)
                 return
-            writer.write(self._proof(theirs + ours))
+            writer.write(self._proof("answers", own, theirs + ours))
             _end_when_gone(writer)
             await self._serve(reader, writer)
         except WireError as error:
@@ -473,8 +481,12 @@ class _Supervisor:
         self._warned.add((action, about))
         return len(self._warned) > before
 
-    def _proof(self, nonces: bytes) -> bytes:
-        return hmac.digest(self._key, nonces, "sha256")
+    def _proof(self, does: str, called: int, nonces: bytes) -> bytes:
+        """Returns the proof of who calls or answers; `called` is the number of the host called.
+
+        Both are in it, so that nobody can have it from one host and show it to another.
+        """
+        return hmac.digest(self._key, f"{does} {called} ".encode() + nonces, "sha256")
 
     # --- Parts of checkpoints
 
@@ -507,7 +519,8 @@ class _Supervisor:
                         path.unlink()
         except (OSError, EOFError, TimeoutError) as error:
             self._logger.warning("part_not_copied", source=host, error=str(error))
-            copied.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                copied.unlink()
         if count:
             self._logger.info("parts_copied", source=host, count=count)
 
@@ -633,13 +646,24 @@ def newest_part(folder: Path) -> CheckpointId | None:
     Reads the header of the newest file alone: whether the arrays are whole is seen when the
     training process reads them.
     """
-    unreadable = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
     for path in _files_of(folder):
-        with contextlib.suppress(*unreadable), path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, path.stat().st_size)))
-            facts = json.loads(header["__metadata__"]["facts"])
-            return int(facts["incarnation"]), int(facts["local_step"])
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            if (found := _checkpoint_in(path, status.st_mtime_ns, status.st_size)) is not None:
+                return found
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def _checkpoint_in(path: Path, _changed_ns: int, _size_bytes: int) -> CheckpointId | None:
+    """Returns the checkpoint of which a file is a part; None if its header cannot be read."""
+    unreadable = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+    with contextlib.suppress(*unreadable), path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length <= MOST_HEADER_BYTES:
+            facts = json.loads(json.loads(file.read(length))["__metadata__"]["facts"])
+            found = int(facts["incarnation"]), int(facts["local_step"])
+            return found if all(number in range(1 << 53) for number in found) else None
     return None
 
 

@@ -6,7 +6,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 from diloco.common.process.tasks import cancel
-from diloco.common.protocol.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.protocol.errors import (
+    ConfigError,
+    Exit,
+    HostLostError,
+    IntegrityError,
+    ObjectMissingError,
+    WireError,
+)
 from diloco.common.protocol.reasons import Reason
 from diloco.common.storage.catchup import Change
 from diloco.learner.background import Context
@@ -37,6 +44,9 @@ from diloco.learner.wire.claims import GrantedShares
 from diloco.learner.wire.fetch_versions import VersionFetcher
 from diloco.learner.wire.publish import Uploader
 
+# Ends of host 0 that may be a fault of its machine: a file, the task's code or data, credentials.
+# If they are not, the next host 0 ends in the same way.
+_ITS_OWN = (Exit.CONFIG, Exit.TASK, Exit.SHUT_OUT)
 M = TypeVar("M", bound=HostMessage)
 
 
@@ -49,6 +59,7 @@ class HostLink:
         lost: is called on the event loop, with the error, when host 0 has ended with an error or
             the connection has broken: the training thread may then hang in a collective.
         leader: names host 0 in messages: with several slices its number may be another one.
+        several: the learner has several slices, which go on without one whose host has a fault.
 
     Attributes:
         requests: the `Prepare`, `Granted` and `Drop` messages that came, in order; the event loop
@@ -62,12 +73,14 @@ class HostLink:
         writer: asyncio.StreamWriter,
         lost: Callable[[BaseException], None],
         leader: str = "host 0",
+        *,
+        several: bool = False,
     ) -> None:
         self.requests: asyncio.Queue[Prepare | Granted | Drop] = asyncio.Queue()
         self._loop = loop
         self._writer = writer
         self._lost = lost
-        self._leader = leader
+        self._leader, self._several = leader, several
         self._inbox: queue.SimpleQueue[HostMessage | BaseException] = queue.SimpleQueue()
         self._ended = False
         self._failed: BaseException | None = None
@@ -118,7 +131,9 @@ class HostLink:
             while True:
                 message = await read_message(reader)
                 if isinstance(message, Ending):
-                    self._end(error_of(message))
+                    own_fault = self._several and message.status in _ITS_OWN
+                    gone = HostLostError(f"{self._leader} has ended: {message.message}")
+                    self._end(gone if own_fault else error_of(message))
                     return
                 if isinstance(message, Prepare | Granted | Drop):
                     self.requests.put_nowait(message)
@@ -144,6 +159,8 @@ async def connect(
     secret: str,
     lost: Callable[[BaseException], None],
     leader: str = "host 0",
+    *,
+    several: bool = False,
 ) -> HostLink:
     """Connects a worker to host 0, and sends its `Hello`.
 
@@ -153,6 +170,7 @@ async def connect(
         secret: the secret of `exchange_secret`.
         lost: as in `HostLink`.
         leader: as in `HostLink`.
+        several: as in `HostLink`.
 
     Raises:
         OSError: host 0 cannot be reached.
@@ -161,7 +179,7 @@ async def connect(
     name, _, port = address.rpartition(":")
     async with asyncio.timeout(MEET_S):
         reader, writer = await asyncio.open_connection(name, int(port))
-    link = HostLink(asyncio.get_running_loop(), reader, writer, lost, leader)
+    link = HostLink(asyncio.get_running_loop(), reader, writer, lost, leader, several=several)
     link.tell(Hello(secret=secret, host=host))
     return link
 

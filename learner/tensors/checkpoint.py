@@ -258,7 +258,9 @@ def unsent_in(checkpoint: HostCheckpoint) -> HostCheckpoint:
     """
     if not checkpoint.facts.unsent:
         raise NoSnapshotError("it is not a snapshot of unsent work")
-    return _half(checkpoint, 1)
+    # Copied, as they are little, and views would keep the whole file in memory.
+    half = _half(checkpoint, 1)
+    return half._replace(arrays={key: array.copy() for key, array in half.arrays.items()})
 
 
 def _half(checkpoint: HostCheckpoint, index: int) -> HostCheckpoint:

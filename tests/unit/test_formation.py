@@ -359,6 +359,53 @@ def test_a_slice_whose_process_fails_again_and_again_stays_out_longer_each_time(
     assert left > 200
 
 
+@pytest.mark.parametrize("slices", [2, 4])
+@pytest.mark.parametrize("status", [formation.ABORTED, int(Exit.PASSING), KILLED, 1])
+@pytest.mark.parametrize("dies_after_s", [1.0, 5.0])
+def test_a_slice_that_breaks_each_formation_is_left_out_however_it_ends(
+    slices, status, dies_after_s
+):
+    """Also where its processes end as those do whose peer is gone."""
+    world, trained_s = world_of(slices, hosts=1), 0.0
+    while world.now_s < 900:
+        world.run(TICK_S)
+        bad = world.processes.get(1)
+        if bad and world.now_s - bad.began_s >= dies_after_s:
+            world.end_process(1, status)
+        trained_s += TICK_S * bool(world.trains())
+    assert trained_s > 600
+
+
+def test_a_first_slice_whose_machine_is_lost_again_and_again_stays_out_longer_each_time():
+    """It leads as soon as it is back, and goes on with the count of who led meanwhile."""
+    losses = []
+    for flapping in (0, 1):
+        world, count, gone_s = world_of(hosts=1), 0, 0.0
+        while world.now_s < 900:
+            world.run(TICK_S)
+            process = world.processes.get(flapping)
+            if process and world.now_s - process.began_s >= 10:
+                world.kill_machine(flapping)
+                count, gone_s = count + 1, world.now_s
+            if flapping not in world.states and world.now_s - gone_s >= 10:
+                world.start(flapping)
+        losses.append(count)
+    assert max(losses) < 15
+    assert abs(losses[0] - losses[1]) <= 2
+
+
+@pytest.mark.parametrize("period_s", [0.25, 1.4, 1.5, 2.0, 10.0])
+def test_a_slow_supervisor_too_finds_that_another_one_is_silent(period_s):
+    rules = FormationRules(slices=2, hosts=1, least=1, silent_s=3.0)
+    here, there = (formation.begin(host, str(host), "x", 0.0) for host in (0, 1))
+    here, now_s = formation.heard(here, there.me, 0.0), 0.0
+    for _ in range(300):
+        now_s += period_s
+        here, _ = formation.decide(rules, here, now_s)
+    assert here.me.formation is not None
+    assert here.me.formation.slices == (0,)
+
+
 def test_too_few_slices_do_not_train():
     world = world_of(least=3)
     world.run(30)

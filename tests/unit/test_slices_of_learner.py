@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import shutil
 import time
+import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -204,6 +206,48 @@ def test_the_newest_part_is_found_by_its_header(tmp_path):
     for wrong in (b"cut", b"\xff" * 8 + b"{}", len(nested).to_bytes(8, "little") + nested):
         (tmp_path / "9.safetensors").write_bytes(wrong)
         assert supervisor.newest_part(tmp_path) == (5, 20)
+    write_part(tmp_path / "other", 5, 1 << 60)
+    shutil.copy(tmp_path / "other" / "1.safetensors", tmp_path / "9.safetensors")
+    assert supervisor.newest_part(tmp_path) == (5, 20)
+
+
+def test_a_header_that_is_too_long_is_not_read(tmp_path):
+    with (tmp_path / "1.safetensors").open("wb") as file:
+        file.write((1 << 40).to_bytes(8, "little"))
+        file.truncate(1 << 33)
+    tracemalloc.start()
+    assert supervisor.newest_part(tmp_path) is None
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_a_supervisors_own_proof_opens_nothing(tmp_path):
+    """Who is called without knowing the secret shows the caller's own proof to the caller."""
+    ports = [free_port(), free_port()]
+    peers = tuple(f"{LOOPBACK}:{port}" for port in ports)
+
+    async def reflected():
+        here = supervisor_of(tmp_path, peers, 0)
+        server = await here._listen()
+        given: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        async def liar(reader, writer):
+            other_reader, other = await asyncio.open_connection(LOOPBACK, ports[0])
+            writer.write(await other_reader.readexactly(32))
+            other.write(await reader.readexactly(64))
+            given.set_result(await other_reader.read(32))
+            writer.write(given.result())
+            other.close()
+            writer.close()
+
+        lying = await asyncio.start_server(liar, LOOPBACK, ports[1])
+        with pytest.raises((OSError, EOFError)):
+            await here._call(1)
+        server.close()
+        lying.close()
+        return await given
+
+    assert asyncio.run(reflected()) == b""
 
 
 def test_half_a_part_that_a_killed_process_left_goes_with_the_next_one(tmp_path):
