@@ -82,7 +82,8 @@ def encode_blocks(
         return found
     rows = _magnitudes(new, before)
     if codec == "int2":
-        scales, inverse = _int2_scales(rows, _sums(new, before, rows), block=new[0].shape[-1])
+        blocks = tuple(values.shape[-1] for values in new)
+        scales, inverse = _int2_scales(rows, _sums(new, before, rows), blocks=blocks)
     else:
         scales, inverse = _scales(rows, greatest=GREATEST_CODE[codec])
     codes = _codes(new, before, inverse, codec=codec)
@@ -233,13 +234,13 @@ def _unit(absmax: jax.Array) -> jax.Array:
     return ((jnp.maximum(absmax, least) >> 23) - INT2_UNIT_BITS) << 23
 
 
-@partial(jax.jit, static_argnames="block")
+@partial(jax.jit, static_argnames="blocks")
 def _int2_scales(
-    rows: tuple[jax.Array, ...], sums: tuple[jax.Array, ...], *, block: int
+    rows: tuple[jax.Array, ...], sums: tuple[jax.Array, ...], *, blocks: tuple[int, ...]
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Returns the scales of int2, bfloat16 [*G], and their reciprocals, float32 [*G]."""
     pairs = []
-    for each, units in zip(rows, sums, strict=True):
+    for each, units, block in zip(rows, sums, blocks, strict=True):
         absmax = _fold(each, jax.lax.max)
         # The sum is exact in float32: of at most 512 numbers below 2^15.
         whole = _fold(units, jax.lax.add).astype(jnp.float32)

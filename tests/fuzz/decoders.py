@@ -29,7 +29,7 @@ from diloco.aggregator.owner.tenure import decode_event
 from diloco.common.process.config import RunSettings, load_config, parse_settings, warnings
 from diloco.common.process.credentials import Credentials, load_credentials, render_credentials
 from diloco.common.protocol import names, shards, wire
-from diloco.common.protocol.codecs import CODECS, Encoded, code_dtype
+from diloco.common.protocol.codecs import CODECS, Encoded, code_count, code_dtype
 from diloco.common.protocol.errors import IntegrityError, WireError
 from diloco.common.protocol.layout import Tensor, layout_bytes, make_layout, parse_layout
 from diloco.common.storage.bundle import open_bundle, read_header
@@ -188,7 +188,7 @@ def delta_decoders() -> dict[str, Decoder]:
         return decode
 
     def packed(codec: Any, body: bytes) -> bytes:
-        scales = len(body) - COUNT * code_dtype(codec).itemsize // (2 if codec == "int4" else 1)
+        scales = len(body) - code_count(codec, COUNT) * code_dtype(codec).itemsize
         codes = np.frombuffer(body, code_dtype(codec), offset=scales)
         encoded = Encoded(np.frombuffer(body[:scales], np.uint16), codes)
         return shards.pack_delta(codec, encoded, BLOCK)
