@@ -888,6 +888,18 @@ def invoke(*arguments):
 
 
 @pytest.mark.usefixtures("short")
+def test_twelve_billion_over_four_regions_have_a_cheap_way():
+    """At most $300 a day at no loss where uploads are free, $420 with 2 bits where they are not."""
+    said = invoke(
+        "--parameters", "12B", "--learners", "8", "--step-s", "6", "--mtbi", "never",
+        "--set", "sync.fragments=24", "--json",
+    )  # fmt: skip
+    levers = json.loads(said)["costs"]["levers"]
+    assert min(one["uploads_free"] for one in levers if not any(one["loss"])) <= 300
+    assert min(one["total"] for one in levers) <= 420
+
+
+@pytest.mark.usefixtures("short")
 def test_the_plan_as_json():
     found = json.loads(
         invoke(
