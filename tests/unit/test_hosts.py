@@ -217,6 +217,34 @@ def test_a_lost_host_is_reported_and_ends_no_process_by_itself(run_async):
     assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 
 
+@pytest.mark.parametrize("status", [Exit.CONFIG, Exit.TASK, Exit.SHUT_OUT, Exit.MISMATCH])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_fault_of_host_0s_machine_ends_the_other_slices_as_a_lost_host_does(
+    run_async, status, several
+):
+    """Their supervisors then train on without its slice; a learner of one slice has no other."""
+    own_fault = status is not Exit.MISMATCH
+
+    async def scenario():
+        listener = await listen("127.0.0.1")
+        link = await connect(
+            1, listener.address, "secret", lambda _: None, "host 3", several=several
+        )
+        (connection,) = (await listener.meet(2, "secret", NUMBERED)).values()
+        ending = messages.Ending(status=status, message="no file tokens.bin", hint="copy it")
+        connection.writer.write(messages.frame(ending))
+        with pytest.raises(DilocoError, match="no file tokens.bin") as raised:
+            await asyncio.to_thread(link.receive, messages.Turn)
+        connection.writer.close()
+        await link.close()
+        return raised.value
+
+    error = run_async(scenario())
+    as_lost = several and own_fault
+    assert status_of(error) == (HostLostError.status if as_lost else status)
+    assert ("host 3 has ended" in error.message) is as_lost
+
+
 def test_a_broken_collective_is_a_lost_host_where_one_is_said_to_be_gone():
     broken = jax.errors.JaxRuntimeError("Connection closed by peer")
     hanging = _Hanging(60.0)
