@@ -28,6 +28,7 @@ RUN_UNITS ?= tests/tools/run_units.sh
 SLURM ?=
 
 BIN := .venv/bin
+INSTALL := $(BIN)/python locks/install.py
 STAMP := .venv/installed
 RUN := $(BIN)/python -m
 
@@ -54,11 +55,10 @@ $(STAMP): requirements.lock locks/arrow.lock locks/tokens.lock pyproject.toml
 		exit 1; }
 	@echo "installing: virtual environment in .venv"
 	@$(PYTHON) -m venv .venv
-	@echo "installing: pinned packages of requirements.lock (some minutes the first time)"
-	@$(RUN) pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock \
-		-r locks/arrow.lock -r locks/tokens.lock
+	@echo "installing: pinned packages of requirements.lock (a minute or more the first time)"
+	@$(INSTALL) .venv --require-hashes -r requirements.lock -r locks/arrow.lock -r locks/tokens.lock
 	@echo "installing: this project, editable"
-	@$(RUN) pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(INSTALL) .venv --no-deps --no-build-isolation -e .
 	@echo "installing: compiling what an aggregator merges with (some seconds)"
 	@$(RUN) diloco.aggregator.compile_kernels
 	@touch $(STAMP)
@@ -83,7 +83,6 @@ wheel-test: install ## build wheel and sdist, and try them in an environment out
 
 # TORCH=... is another build of it than the lock's, such as one for the CPU alone.
 EXTRAS = tensorboard wandb notebook
-EXTRAS_PIP = .venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir
 # Learners of trainers and of Keras that are killed, and four ranks under FSDP2.
 SOME_EXTRAS = tests/integration/test_trainers.py tests/integration/test_ranks.py \
 	tests/integration/test_keras.py -k "two_learners or fsdp or killed_learner"
@@ -91,13 +90,12 @@ extras: .venv-extras/installed ## make .venv-extras, some gigabytes where torch'
 
 .venv-extras/installed: $(STAMP) $(addprefix locks/,$(EXTRAS:=.lock) torch.lock trainers.lock keras.lock \
 		tunix.lock)
-	@$(PYTHON) -m venv .venv-extras
-	@$(EXTRAS_PIP) --require-hashes -r requirements.lock $(EXTRAS:%=-r locks/%.lock) \
+	@$(INSTALL) .venv-extras --require-hashes -r requirements.lock $(EXTRAS:%=-r locks/%.lock) \
 		$(if $(TORCH),,-r locks/torch.lock)
-	@$(if $(TORCH),$(EXTRAS_PIP) "$(TORCH)")
-	@$(EXTRAS_PIP) --require-hashes --no-deps -r locks/trainers.lock -r locks/keras.lock \
+	@$(if $(TORCH),$(INSTALL) .venv-extras "$(TORCH)")
+	@$(INSTALL) .venv-extras --require-hashes --no-deps -r locks/trainers.lock -r locks/keras.lock \
 		-r locks/tunix.lock
-	@$(EXTRAS_PIP) --no-deps --no-build-isolation -e .
+	@$(INSTALL) .venv-extras --no-deps --no-build-isolation -e .
 	@touch $@
 
 test-extras: extras ## test what needs torch, trainers, trackers, Keras, tunix or a notebook; SHORT=1 for some of it
@@ -109,9 +107,7 @@ test-extras: extras ## test what needs torch, trainers, trackers, Keras, tunix o
 # Servers of an environment of their own: moto speaks S3, Azurite (of npm) as Azure does.
 AZURITE = 3.37.0
 test-stores: install ## test s3:// and az:// against moto and Azurite, in .venv-stores; needs npm
-	@test -d .venv-stores || $(PYTHON) -m venv .venv-stores
-	@.venv-stores/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
-		-r locks/stores.lock
+	@$(INSTALL) .venv-stores --require-hashes -r locks/stores.lock
 	@npm install --prefix .venv-stores --silent --no-audit --no-fund azurite@$(AZURITE)
 	@DILOCO_TEST_SERVERS=$(CURDIR)/.venv-stores $(RUN) pytest tests/conformance/test_store.py \
 		tests/integration/test_store_buckets.py $(ARGS)
@@ -121,12 +117,9 @@ test-models: install .venv-models/installed ## hold models against transformers;
 	@DILOCO_TEST_ORACLE=$(abspath .venv-models/bin/python) $(RUN) pytest -rs \
 		$(if $(SHORT),tests/models -k "six_families or peft and qwen3-moe",tests/models tests/integration/test_continue.py) $(ARGS)
 
-.venv-models/installed: locks/oracle.lock locks/torch.lock
-	@$(PYTHON) -m venv .venv-models
-	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
-		-r locks/oracle.lock
-	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check \
-		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
+.venv-models/installed: $(STAMP) locks/oracle.lock locks/torch.lock
+	@$(INSTALL) .venv-models --no-deps --require-hashes -r locks/oracle.lock
+	@$(INSTALL) .venv-models $(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
 	@touch $@
 
 # lm_eval[hf], in an environment that has nothing of the project either.
@@ -134,31 +127,22 @@ test-lm-eval: install .venv-lm-eval/installed ## hold evaluate --lm-eval against
 	@DILOCO_TEST_LM_EVAL=$(abspath .venv-lm-eval/bin/python) $(RUN) pytest -rs \
 		tests/models/test_scores_by_lm_eval.py $(ARGS)
 
-.venv-lm-eval/installed: locks/lm-eval.lock locks/torch.lock
-	@$(PYTHON) -m venv .venv-lm-eval
-	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		--require-hashes -r locks/lm-eval.lock
-	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check \
-		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
+.venv-lm-eval/installed: $(STAMP) locks/lm-eval.lock locks/torch.lock
+	@$(INSTALL) .venv-lm-eval --no-deps --require-hashes -r locks/lm-eval.lock
+	@$(INSTALL) .venv-lm-eval $(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
 	@touch $@
 
 # libtpu compiles without a chip; apart, since JAX looks for one wherever it is installed.
 tpu: install ## compile a learner's programs for TPUs that are not here, in .venv-tpu; ARGS="--preset 125m"
-	@test -d .venv-tpu || $(PYTHON) -m venv .venv-tpu
-	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
-		-r requirements.lock -r locks/arrow.lock -r locks/tpu.lock
-	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		--no-build-isolation -e .
+	@$(INSTALL) .venv-tpu --require-hashes -r requirements.lock -r locks/arrow.lock -r locks/tpu.lock
+	@$(INSTALL) .venv-tpu --no-deps --no-build-isolation -e .
 	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m pytest -n 0 tests/unit/test_topology.py
 	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m bench.tpu $(ARGS)
 
 # Nor does XLA need a GPU to compile for one.
 cuda: install ## compile a learner's programs for GPUs that are not here, in .venv-cuda
-	@test -d .venv-cuda || $(PYTHON) -m venv .venv-cuda
-	@.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
-		-r requirements.lock -r locks/arrow.lock -r locks/cuda.lock
-	@.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-		--no-build-isolation -e .
+	@$(INSTALL) .venv-cuda --require-hashes -r requirements.lock -r locks/arrow.lock -r locks/cuda.lock
+	@$(INSTALL) .venv-cuda --no-deps --no-build-isolation -e .
 	@JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -n 0 tests/unit/test_topology.py -rs $(ARGS)
 
 # PROMETHEUS is a folder with Debian's prometheus, promtool, prometheus-alertmanager and amtool.
