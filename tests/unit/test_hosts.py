@@ -231,9 +231,9 @@ def test_a_fault_of_host_0s_machine_ends_the_other_slices_as_a_lost_host_does(
             1, listener.address, "secret", lambda _: None, "host 3", several=several
         )
         (connection,) = (await listener.meet(2, "secret", NUMBERED)).values()
-        ending = messages.Ending(status=status, message="no file tokens.bin", hint="copy it")
+        ending = messages.Ending(status=status, message="no file of tokens", hint="copy it")
         connection.writer.write(messages.frame(ending))
-        with pytest.raises(DilocoError, match="no file tokens.bin") as raised:
+        with pytest.raises(DilocoError, match="no file of tokens") as raised:
             await asyncio.to_thread(link.receive, messages.Turn)
         connection.writer.close()
         await link.close()

@@ -47,7 +47,13 @@ GIVEN = {"slices": 2, "peers": PEERS, "checkpoint_dir": "/checkpoints"}
         ({"coordinator": "10.0.0.0:1"}, "choose the coordinator"),
         ({"checkpoint_dir": None}, "set checkpoint_dir"),
         ({"checkpoint_keep": 1}, "checkpoint_keep is 1, but hosts finish a checkpoint one after"),
+        ({"peers": (*PEERS[:3], PEERS[0].replace(":", ":0"))}, "ports .*, without zeros before"),
+        ({"peers": (*PEERS[:3], "0.0.0.0:7000")}, "'0.0.0.0:7000', which each machine has as its"),
+        ({"peers": (*PEERS[:3], "127.0.0.1:7000")}, "'127.0.0.1:7000', which each machine has"),
+        ({"peers": (*PEERS[:3], "LocalHost:7000")}, "'LocalHost:7000', which each machine has"),
+        ({"peers": tuple(f"0.0.0.0:{port}" for port in range(7000, 7004))}, "each machine has"),
         ({"silent_s": 0.5}, "silent_s is 0.5, but supervisors report every quarter"),
+        ({"silent_s": 1e9}, "silent_s is 1e.09, .* give 1 to 600"),
         ({"slices": 1}, "peers names the hosts of several slices, but slices is 1"),
         ({"warm_start": True}, "set warm_start to false"),
         (
@@ -340,11 +346,12 @@ def test_who_has_another_list_of_peers_is_not_heard(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("peer", "why"),
-    [(f"{LOOPBACK}:1", "Connect call failed"), ("host..name:7000", "label empty or too long")],
+    [("127.1:1", "Connect call failed"), ("host..name:7000", "label empty or too long")],
 )
 def test_a_supervisor_that_is_not_reached_is_told_of_once(tmp_path, capsys, monkeypatch, peer, why):
     monkeypatch.setattr(supervisor, "UNREACHED_S", 0.3)
-    here = supervisor_of(tmp_path, (f"{LOOPBACK}:{free_port()}", peer), 0)
+    # A name of loopback's that the configuration does not know as one.
+    here = supervisor_of(tmp_path, (f"127.1:{free_port()}", peer), 0)
 
     async def scenario():
         async with asyncio.timeout(2.0):
@@ -380,7 +387,7 @@ def test_reports_end_though_they_are_cancelled_as_one_is_sent(tmp_path):
 @pytest.mark.parametrize("own", ["10.255.255.1:7000", "no-such-name.invalid:7000"])
 def test_an_address_of_another_machine_is_refused_by_name(tmp_path, own):
     with pytest.raises(ConfigError, match=f"cannot listen on {own}, which learner.peers has for"):
-        supervisor_of(tmp_path, (own, f"{LOOPBACK}:1"), 0)
+        supervisor_of(tmp_path, (own, "10.0.0.9:1"), 0)
 
 
 def test_a_stranger_is_told_nothing(tmp_path):

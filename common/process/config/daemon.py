@@ -1,6 +1,7 @@
 """The sections that configure one daemon; they may differ from machine to machine."""
 
 import hashlib
+import ipaddress
 import json
 import math
 from typing import Annotated, Any, Literal
@@ -13,6 +14,8 @@ from diloco.common.protocol.names import NAME
 # The most hosts of a learner of several slices: each supervisor reports to all others, and is told
 # the names of all in one variable.
 MOST_SUPERVISORS = 1024
+# The longest `learner.silent_s`: for that long, twice, no slice trains once a host is lost.
+LONGEST_SILENCE_S = 600
 
 
 class BusSection(Section):
@@ -346,10 +349,11 @@ class LearnerSection(Section):
             raise ValueError(
                 "the supervisors choose the coordinator of several slices: leave it out"
             )
-        if self.silent_s < 1:
+        if not 1 <= self.silent_s <= LONGEST_SILENCE_S:
             raise ValueError(
-                f"silent_s is {self.silent_s:g}, but supervisors report every quarter of a second:"
-                " give 1 or more"
+                f"silent_s is {self.silent_s:g}, but supervisors report every quarter of a second,"
+                f" and no slice trains while a lost host is waited for: give 1 to"
+                f" {LONGEST_SILENCE_S}"
             )
         if self.checkpoint_dir is None:
             raise ValueError(
@@ -378,8 +382,26 @@ class LearnerSection(Section):
             name, _, port = peer.rpartition(":")
             if not name or set("/[]") & set(name) or not port.isdecimal():
                 raise ValueError(f"peers has {peer!r}, which is not host:port")
-            if int(port) not in range(1, 1 << 16):
-                raise ValueError(f"peers has {peer!r}, and ports are 1 to 65535")
+            if int(port) not in range(1, 1 << 16) or port.startswith("0"):
+                raise ValueError(
+                    f"peers has {peer!r}, and ports are 1 to 65535, without zeros before them"
+                )
+        self._check_machines()
+
+    def _check_machines(self) -> None:
+        """Checks that each address of a learner's hosts can be one machine's alone.
+
+        Raises:
+            ValueError: an address that each machine has as its own.
+        """
+        ours = [peer for peer in self.peers if _of_each_machine(peer)]
+        # Of a learner whose hosts are all on one machine.
+        alone = len(ours) == len(self.peers) and not any(peer.startswith("0.") for peer in ours)
+        if ours and not alone:
+            raise ValueError(
+                f"peers has {ours[0]!r}, which each machine has as its own: give the address at"
+                " which the other hosts reach it"
+            )
 
     @property
     def slice_hosts(self) -> int:
@@ -509,6 +531,16 @@ class Config(RunSettings):
                 *(f"{name} {digest.hexdigest()}" for name, digest in digests.items()),
             )
         )
+
+
+def _of_each_machine(peer: str) -> bool:
+    """Whether `host:port` names whichever machine reads it."""
+    name = peer.rpartition(":")[0]
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return name.lower() == "localhost"
+    return address.is_loopback or address.is_unspecified
 
 
 DAEMON_SECTIONS = ("bus", "store", "learner", "aggregator", "gc", "metrics")
