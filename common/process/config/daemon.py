@@ -204,8 +204,8 @@ class LearnerSection(Section):
     )
     silent_s: Seconds = Field(
         default=5.0,
-        description="silence after which a host counts as lost; its training process, after twice"
-        " as long",
+        description="silence, 1 to 600, after which a host counts as lost; its training process,"
+        " after twice as long",
     )
     keep_batch: bool = Field(
         default=True,
