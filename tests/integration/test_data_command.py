@@ -48,6 +48,7 @@ def kill_after(process: subprocess.Popen[bytes], out: Path, more: int) -> bool:
     return process.wait() == -9
 
 
+@pytest.mark.long
 def test_what_sigkill_ended_again_and_again_ends_with_the_same_bytes(given, tmp_path):
     prepared(*given, "--workers", 1, "--out", tmp_path / "whole")
     out = tmp_path / "out"

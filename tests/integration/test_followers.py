@@ -62,6 +62,7 @@ def until_version(model: Following, version: int) -> ModelChange:
     return change
 
 
+@pytest.mark.long
 def test_through_outages_and_kills_every_change_is_the_records(
     own_nats_server, new_world, tmp_path
 ):
@@ -118,6 +119,7 @@ def test_through_outages_and_kills_every_change_is_the_records(
     check_folder(tmp_path / "late")
 
 
+@pytest.mark.long
 def test_a_new_tape_is_followed_by_itself(own_nats_server, unique, tmp_path):
     with open_world(unique, tmp_path / "run", own_nats_server.url, run=ENDLESS, task=ODD) as world:
         processes = start(world)

@@ -47,6 +47,7 @@ def until_sent(world: World, learner: str, modules: set[str], lives: int = 1) ->
     return world.until(found, f"{learner} sends updates of {modules}")
 
 
+@pytest.mark.long
 def test_a_learner_comes_back_with_another_module(own_nats_server, new_world):
     world = new_world(
         server=own_nats_server,

@@ -131,6 +131,7 @@ def test_a_rollback_goes_on_from_earlier_contents(new_world):
         ask(operate.roll_back(target, moves))
 
 
+@pytest.mark.long
 def test_a_run_is_resumed_from_its_store_alone(own_nats_server, unique, tmp_path):
     with open_world(
         unique, tmp_path / "run", own_nats_server.url, run=ENDLESS, task=SLOWER

@@ -3,6 +3,7 @@
 import shutil
 
 import numpy as np
+import pytest
 import tomli_w
 from audit import read_tape
 from harness import ENDLESS, Process, World
@@ -25,6 +26,7 @@ def export(world: World, name: str, *words: str, config: str = "") -> dict[str, 
     return load_file(world.folder / name / "model.safetensors")
 
 
+@pytest.mark.long
 def test_each_learner_keeps_its_own_head_beside_one_body(new_world):
     key = "0123456789abcdef" * 4
     world = new_world(

@@ -68,6 +68,7 @@ def test_a_run_is_paused_made_longer_continued_and_ended(new_world):
     assert all(event.by.startswith("operator ") for event in done[1:4])
 
 
+@pytest.mark.long
 def test_a_run_is_made_longer_while_nobody_runs_and_is_joined_with_the_old_file(
     new_world, tmp_path
 ):

@@ -185,6 +185,7 @@ def parameters(*, odd: bool) -> dict[str, np.ndarray]:
     return {name: np.asarray(drawn[name]).astype(leaf.dtype) for name, leaf in like.items()}
 
 
+@pytest.mark.long
 def test_from_safetensors(new_world):
     """A run begins with exactly what the file holds; a file that does not fit is refused."""
     world = new_world(create=False, task={"options": {"notes": "notes", "odd": True}})
@@ -211,6 +212,7 @@ def test_from_safetensors(new_world):
         np.testing.assert_array_equal(found[name], leaf, strict=True)
 
 
+@pytest.mark.long
 def test_odd_leaves_survive_a_run_and_a_restart(new_world):
     """Scalars are trained; integers and bools stay; a learner of a second life begins with both."""
     world = new_world(task={"options": {"notes": "notes", "odd": True, "sleep_s": 0.005}})

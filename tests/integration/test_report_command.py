@@ -82,6 +82,7 @@ def look(target: Path, evaluations: int):
     return gather(str(target), evaluations, lambda *_: None)[0]
 
 
+@pytest.mark.long
 def test_views_of_earlier_times_are_scored_from_what_is_stored(ended_run: World) -> None:
     shown = look(ended_run.folder, 4)
     series: TimeSeries = shown.series
@@ -118,6 +119,7 @@ def away(paths: list[Path]) -> Iterator[None]:
         path.with_name(f"hidden.{path.name}").rename(path)
 
 
+@pytest.mark.long
 def test_a_task_that_writes_no_text(ended_run: World) -> None:
     done = diloco("sample", str(ended_run.folder), cwd=ended_run.folder)
     assert done.returncode == Exit.TASK

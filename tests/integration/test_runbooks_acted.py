@@ -72,6 +72,7 @@ def is_well(night: Night, page: str, *, doctor: str = "diloco doctor RUN") -> No
     eventually(lambda: night.ask(page, doctor).status == 0, f"{doctor} is content", every_s=1.0)
 
 
+@pytest.mark.long
 def test_start(new_world, own_nats_server):
     world = new_world(server=own_nats_server, run=ENDLESS, task=SLOWER, create=False)
     night = Night(world, own_nats_server)

@@ -49,6 +49,7 @@ def train(world, learner, task, until):
                 break
 
 
+@pytest.mark.long
 def test_what_a_killed_learner_held_goes_to_others_and_nothing_is_merged_twice(new_world):
     world = new_world(
         run={**ENDLESS, "tokens_per_step": shares_task.BATCH},

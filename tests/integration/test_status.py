@@ -157,6 +157,7 @@ def test_the_end_of_a_long_tape_is_enough(new_world, monkeypatch) -> None:
     assert [one.name for one in short.learners] == ["a"]
 
 
+@pytest.mark.long
 def test_runs_of_a_bus_are_listed(new_world, own_nats_server) -> None:
     assert asyncio.run(read_runs(BusSection(url=own_nats_server.url))) == []
     world = new_world(server=own_nats_server)

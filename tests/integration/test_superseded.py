@@ -21,6 +21,7 @@ def ended_as_superseded(world: World, process: Process) -> None:
     world.processes.remove(process)
 
 
+@pytest.mark.long
 def test_the_first_of_two_processes_ends_and_rounds_of_all_wait_for_nobody(new_world):
     """Also once the second has died: the first does not count as live beside it."""
     world = new_world(

@@ -99,6 +99,7 @@ def test_one_run_of_unequal_slices_loses_a_host(new_world):
         assert len(senders) > 1
 
 
+@pytest.mark.long
 def test_a_slice_whose_machines_are_gone_goes_on_from_the_store(new_world, tmp_path):
     """Killed, and each host begins again with an empty disk: with the inner optimizer of before."""
     world = new_world(run=ENDLESS, gc=WHOLE, learner={**OFTEN, "checkpoint_upload": True})

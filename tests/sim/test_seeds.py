@@ -65,6 +65,7 @@ def test_nor_with_the_production_arithmetic():
         assert outcome.fates["merged"] > 20
 
 
+@pytest.mark.long
 def test_nor_with_more_fragments_than_steps_in_an_interval():
     for seed in range(900, 904):
         plan = Trial(seed=seed, minutes=1.0, fragments=14)

@@ -14,6 +14,7 @@ from diloco.learner.leading_host import say_end
 TROUBLE = ("crash", "pause", "partition", "lost_answer", "delay", "stale_read", "standby")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("others", [("membership",), ("membership", *TROUBLE)], ids=len)
 def test_learners_that_leave_and_return_train_each_batch_once(others):
     granted = 0

@@ -68,6 +68,7 @@ def _two_blocks_in_a_row(monkeypatch):
     monkeypatch.setattr(attention, "BLOCK", 128)
 
 
+@pytest.mark.long
 def test_a_window_within_documents_is_that_of_xla():
     config = dataclasses.replace(MIXED, sliding=(True, True))
     assert_the_same(config, False, "1", gradient=False)

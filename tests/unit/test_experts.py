@@ -307,6 +307,7 @@ def test_experts_that_cannot_begin_as_the_mlp_are_refused(tmp_path, document, wo
     assert caught.value.hint
 
 
+@pytest.mark.long
 def test_some_layers_of_a_mixture_have_an_mlp_in_place_of_experts():
     """Every second layer of the remaining ones has experts: layer 1 alone."""
     given = QWEN3_MOE | {"decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]}

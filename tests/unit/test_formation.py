@@ -538,6 +538,7 @@ SUPERSEDED_BY_ITS_OWN = [("cut", 0, 1, 5.25)]
 LED_FOR_A_MOMENT = [("pause", 0, 0, 0.0), ("kill", 5, 0, 0.3574868281423456), ("pause", 6, 0, 3.25)]
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @example(LEFT_OUT, (3, 2))
 @example(LEADER_LOST, (2, 1))

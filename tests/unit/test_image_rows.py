@@ -282,6 +282,7 @@ def test_embeddings_take_the_places_of_their_tokens_in_order():
     np.testing.assert_array_equal(runs(marks)[0], [0, 1, 1, 0, 2, 2, 2, 0])
 
 
+@pytest.mark.long
 def test_an_image_token_of_a_row_of_text_is_what_it_is_without_images():
     """In a document that names it; in the second row, behind the tokens of an image."""
     params = init_params(TEXT, jax.random.key(0))

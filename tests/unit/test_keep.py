@@ -24,6 +24,7 @@ def after(calls):
     return lambda: next(count) >= calls
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fleet", ["kills", "unequal"])
 def test_an_emulated_run_goes_on_from_a_file(fleet, tmp_path):
     whole, _ = world_of(fleet)

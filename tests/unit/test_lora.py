@@ -393,6 +393,7 @@ def test_adapters_of_experts_travel_and_are_merged(tmp_path):
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "targets", "leaves"),
     [
@@ -449,6 +450,7 @@ def logits_in_float64(config, variables, lora):
         )
 
 
+@pytest.mark.long
 def test_dropout_in_unlike_layers_is_of_each_layer(tmp_path):
     folders = written(tmp_path, CASES["gemma4-31b"])
     task = loaded(folders, LORA | {"dropout": 0.5, "targets": ["q_proj"]})

@@ -155,6 +155,7 @@ RISING = [
 ]
 
 
+@pytest.mark.long
 @settings(max_examples=200)
 @given(st.sampled_from(CODECS), updates())
 @example("int4", NINE_TO_ONE)

@@ -181,6 +181,7 @@ def life_alone(codec):
     return life((1, 1, 1), codec, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "codec",
     [
@@ -200,6 +201,7 @@ def test_by_default_large_tensors_are_cut_along_fsdp():
     assert life((1, 8, 1), "int4", None) == life_alone("int4")
 
 
+@pytest.mark.long
 def test_views_in_the_hosts_memory_are_the_same():
     assert life((1, 2, 2), "int4", ASKED, anchor="host") == life_alone("int4")
 

@@ -155,6 +155,7 @@ def test_an_index_without_an_example_is_refused() -> None:
         drawn(GrainData(filtered, batch=4, seed=1), "a", 0, 5)
 
 
+@pytest.mark.long
 def test_the_example_learns_own_files(tmp_path: Path) -> None:
     text = "the quick brown fox jumps over the lazy dog. " * 300
     for name in ("one.txt", "two.txt"):
