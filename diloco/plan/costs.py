@@ -5,6 +5,7 @@ aggregators, NATS servers (the bus), keeper and caches. Not counted: the learner
 (`diloco check` counts a fleet's), gateways, disk snapshots, logs, and bytes between zones.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,9 +20,9 @@ from diloco.plan.traffic import RoundTraffic, retained_bytes
 
 GIB = 1 << 30
 MONTH_DAYS = 365.25 / 12
-# The machines of infra/terraform: servers of the bus, aggregators, a keeper, and GiB of disks.
+# The machines of infra/terraform: servers of the bus, a keeper, and GiB of disks.
 BUS_NODES, BUS_MACHINE, BUS_BOOT_GIB, BUS_STREAMS_GIB = 3, "e2-standard-2", 20, 50
-AGGREGATORS, AGGREGATOR_DISK_GIB = 2, 50
+AGGREGATOR_DISK_GIB = 50
 KEEPER_MACHINE, KEEPER_DISK_GIB = "e2-medium", 20
 CACHE_MACHINE, CACHE_DISK_GIB = "e2-standard-2", 100
 DISK, STREAMS_DISK = "pd-balanced", "pd-ssd"
@@ -240,26 +241,56 @@ def compare(prices: Prices, regions: Sequence[str], made: Plan) -> list[DailyCos
     return sorted([best, _multi_region(prices, regions, made)], key=lambda cost: cost.total)
 
 
-def aggregator_cores(prices: Prices, made: Plan) -> int:
-    """Returns the cores of the smallest machine with enough memory for an aggregator of the plan.
+class Aggregators(NamedTuple):
+    """The machines of a run's aggregators.
 
-    If none has enough: the cores of the largest.
+    Attributes:
+        working: machines that share the fragments.
+        cores: cores of each of them, and of those that stand by.
+        standby: machines that take over from one that fails.
     """
-    needed = made.memory_bytes + REST_BYTES
-    fitting = (cores for cores in prices.aggregator_cores if cores * CORE_GB * 10**9 >= needed)
-    return next(fitting, max(prices.aggregator_cores))
+
+    working: int
+    cores: int
+    standby: int = 1
+
+    @property
+    def count(self) -> int:
+        """The number of machines."""
+        return self.working + self.standby
 
 
-def _machines(prices: Prices, made: Plan, aggregators: int = AGGREGATORS) -> float:
-    cores = aggregator_cores(prices, made)
+def aggregators(prices: Prices, made: Plan, *, standby: bool = True) -> Aggregators:
+    """Returns the fewest and then smallest machines with the plan's memory and cores.
+
+    Args:
+        prices: has the cores of the machines that there are.
+        made: the plan.
+        standby: whether one more machine takes over from one that fails.
+    """
+
+    def holds(cores: int) -> float:
+        return cores * CORE_GB * 10**9 - REST_BYTES
+
+    most = max(prices.aggregator_cores)
+    working = max(math.ceil(made.cores / most), math.ceil(made.memory_bytes / holds(most)))
+    cores = next(
+        cores
+        for cores in sorted(prices.aggregator_cores)
+        if working * cores >= made.cores and working * holds(cores) >= made.memory_bytes
+    )
+    return Aggregators(working, cores, int(standby))
+
+
+def _machines(prices: Prices, those: Aggregators) -> float:
     rate = prices.series[AGGREGATOR_CLASS.partition("-")[0]]
-    each = cores * (rate.core + CORE_GB * rate.gib)
+    each = those.cores * (rate.core + CORE_GB * rate.gib)
     bus = BUS_NODES * prices.machines[BUS_MACHINE]
-    return 24 * (aggregators * each + bus + prices.machines[KEEPER_MACHINE])
+    return 24 * (those.count * each + bus + prices.machines[KEEPER_MACHINE])
 
 
-def _disks(prices: Prices) -> float:
-    gib = AGGREGATORS * AGGREGATOR_DISK_GIB + BUS_NODES * BUS_BOOT_GIB + KEEPER_DISK_GIB
+def _disks(prices: Prices, those: Aggregators) -> float:
+    gib = those.count * AGGREGATOR_DISK_GIB + BUS_NODES * BUS_BOOT_GIB + KEEPER_DISK_GIB
     streams = prices.disk_day(STREAMS_DISK, BUS_NODES * BUS_STREAMS_GIB)
     return prices.disk_day(DISK, gib) + streams
 
@@ -306,6 +337,7 @@ def _regional(
     read_between = sum(prices.between(region, place) for region in readers)
     cache_disk = prices.disk_day(DISK, CACHE_DISK_GIB)
     daily, (up_gib, down_gib) = made.daily, _each_gib(made)
+    those = aggregators(prices, made, standby=standby)
     return DailyCost(
         f"regional bucket in {place}, aggregator beside it",
         (daily.objects_written * prices.regional_a + daily.gets * prices.regional_b) / 1000,
@@ -314,9 +346,8 @@ def _regional(
         down_gib * read_between,
         _records(prices, regions, place, made),
         0.0,
-        _machines(prices, made, AGGREGATORS if standby else 1)
-        + 24 * len(cached) * prices.machines[CACHE_MACHINE],
-        _disks(prices) + len(cached) * cache_disk,
+        _machines(prices, those) + 24 * len(cached) * prices.machines[CACHE_MACHINE],
+        _disks(prices, those) + len(cached) * cache_disk,
     )
 
 
@@ -332,6 +363,7 @@ def _multi_region(prices: Prices, regions: Sequence[str], made: Plan) -> DailyCo
     between = sum(prices.between(region, home) for region in away)
     near = len(regions) - len(away)
     daily, (up_gib, down_gib) = made.daily, _each_gib(made)
+    those = aggregators(prices, made)
     return DailyCost(
         f"multi-region bucket in {place}",
         (daily.objects_written * prices.multi_region_a + daily.gets * prices.multi_region_b) / 1000,
@@ -341,6 +373,6 @@ def _multi_region(prices: Prices, regions: Sequence[str], made: Plan) -> DailyCo
         + daily.bytes_merged / GIB * prices.multi_region_read,
         _records(prices, regions, home, made),
         daily.bytes_written / GIB * prices.replication,
-        _machines(prices, made),
-        _disks(prices),
+        _machines(prices, those),
+        _disks(prices, those),
     )

@@ -13,12 +13,11 @@ from rich.table import Table
 from diloco.common.process.config import RunSettings
 from diloco.plan.costs import (
     AGGREGATOR_CLASS,
-    AGGREGATORS,
     BUS_NODES,
     DailyCost,
     Lever,
     Prices,
-    aggregator_cores,
+    aggregators,
     at_interval,
 )
 from diloco.plan.forecast import DAY_S, Bandwidth, Fleet, Plan
@@ -270,11 +269,12 @@ def costs_as_json(
 def _assumed(costs: list[DailyCost], prices: Prices, regions: Sequence[str], made: Plan) -> str:
     counts = ", ".join(f"{count} in {name}" for name, count in sorted(Counter(regions).items()))
     uploads = "charged as downloads" if prices.uploads_charged else "free"
+    those = aggregators(prices, made)
     return (
         f"Cheapest: {costs[0].name}.\n"
         f"Assumed: learners {counts}; list prices of {prices.as_of};\n"
-        f"uploads into another region {uploads}; {AGGREGATORS} aggregators of "
-        f"{AGGREGATOR_CLASS}-{aggregator_cores(prices, made)},\n"
+        f"uploads into another region {uploads}; {those.count} aggregators of "
+        f"{AGGREGATOR_CLASS}-{those.cores},\n"
         f"{BUS_NODES} servers of the bus, a keeper. The learners' own machines are not counted:\n"
         "diloco host provision counts a fleet's."
     )

@@ -786,13 +786,30 @@ def test_machines_are_those_that_are_made():
     made = plan.make_plan(run, fleet, 12 * 10**9, sized, tokens=10**6, seed=0, updates=100)
     table = plan_inputs.read_prices(None)
     (cheapest, _) = costs.compare(table, ["us-east1"] * 2, made)
-    assert costs.aggregator_cores(table, made) == 32
+    assert costs.aggregators(table, made) == (1, 32, 1)
     aggregators = 2 * 24 * (32 * 0.031611 + 256 * 0.004237)
     assert aggregators == pytest.approx(100.6, abs=0.05)
     others = 24 * (3 * 0.067006 + 0.033503)
     assert cheapest.machines == pytest.approx(aggregators + others)
     month = (100 + 60 + 20) * 0.10 + 150 * 0.17
     assert cheapest.disks == pytest.approx(month / costs.MONTH_DAYS)
+
+
+def test_updates_of_many_learners_take_more_machines_than_the_model_needs():
+    """Memory alone would do with 4 cores: a machine of this series has 8 GB for each."""
+    run = run_settings()
+    sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**9))
+    fleet = plan.Fleet(islands=(plan.PlannedIsland(step_s=2.0),) * 1000)
+    made = plan.make_plan(run, fleet, 10**9, sized, tokens=10**6, seed=0, updates=100)
+    table = plan_inputs.read_prices(None)
+    # By hand, where each is to be busy half of the time: 1,000 updates of 8 fragments within 48 s.
+    a_round_s = 1000 * (10**9 * 0.5e-9 + 8 * 2.1e-3 + 0.53e9 * 1e-9) + 10**9 * 5.2e-9
+    assert made.cores == pytest.approx(2 * a_round_s / 48, rel=0.05)
+    assert costs.aggregators(table, made) == (1, 48, 1)
+    assert costs.aggregators(table, replace(made, cores=4)) == (1, 4, 1)
+    assert costs.aggregators(table, replace(made, cores=500)) == (7, 80, 1)
+    assert costs.aggregators(table, replace(made, cores=500), standby=False) == (7, 80, 0)
+    assert costs.aggregators(table, replace(made, memory_bytes=2 * 10**12)) == (4, 64, 1)
 
 
 def test_a_longer_interval_costs_less_and_machines_stay():
