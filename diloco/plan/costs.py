@@ -255,7 +255,7 @@ class Aggregators(NamedTuple):
     standby: int = 1
 
     @property
-    def count(self) -> int:
+    def machines(self) -> int:
         """The number of machines."""
         return self.working + self.standby
 
@@ -286,11 +286,11 @@ def _machines(prices: Prices, those: Aggregators) -> float:
     rate = prices.series[AGGREGATOR_CLASS.partition("-")[0]]
     each = those.cores * (rate.core + CORE_GB * rate.gib)
     bus = BUS_NODES * prices.machines[BUS_MACHINE]
-    return 24 * (those.count * each + bus + prices.machines[KEEPER_MACHINE])
+    return 24 * (those.machines * each + bus + prices.machines[KEEPER_MACHINE])
 
 
 def _disks(prices: Prices, those: Aggregators) -> float:
-    gib = those.count * AGGREGATOR_DISK_GIB + BUS_NODES * BUS_BOOT_GIB + KEEPER_DISK_GIB
+    gib = those.machines * AGGREGATOR_DISK_GIB + BUS_NODES * BUS_BOOT_GIB + KEEPER_DISK_GIB
     streams = prices.disk_day(STREAMS_DISK, BUS_NODES * BUS_STREAMS_GIB)
     return prices.disk_day(DISK, gib) + streams
 

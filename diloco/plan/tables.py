@@ -273,7 +273,7 @@ def _assumed(costs: list[DailyCost], prices: Prices, regions: Sequence[str], mad
     return (
         f"Cheapest: {costs[0].name}.\n"
         f"Assumed: learners {counts}; list prices of {prices.as_of};\n"
-        f"uploads into another region {uploads}; {those.count} aggregators of "
+        f"uploads into another region {uploads}; {those.machines} aggregators of "
         f"{AGGREGATOR_CLASS}-{those.cores},\n"
         f"{BUS_NODES} servers of the bus, a keeper. The learners' own machines are not counted:\n"
         "diloco host provision counts a fleet's."
