@@ -58,18 +58,22 @@ _share_compiled_programs()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For a run that has no time for all long tests: the next one takes others."""
+    """Adds `--share`, for a run that has no time for all long tests: the next one takes others."""
     parser.addoption(
-        "--share", default="0/1", help="K/N: a share of the tests; K is 0 to N - 1 for all of them"
+        "--share", default="0/1", help="K/N: one share of the tests; with K from 0 to N - 1, all"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keeps the share of the tests that was asked for; names decide, so that additions do not."""
     share, of = map(int, config.getoption("share").split("/"))
-    left_out = [item for item in items if zlib.crc32(item.nodeid.encode()) % of != share]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    if not 0 <= share < of:
+        raise pytest.UsageError(f"--share {share}/{of}: expected K/N with K from 0 to N - 1")
+    shares: list[list[pytest.Item]] = [[] for _ in range(of)]
+    for item in items:
+        shares[zlib.crc32(item.nodeid.encode()) % of].append(item)
+    items[:] = shares.pop(share)
+    config.hook.pytest_deselected(items=list(itertools.chain.from_iterable(shares)))
 
 
 def pytest_collection_finish() -> None:

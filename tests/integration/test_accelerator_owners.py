@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
 from harness import ENDLESS, World
 
 # A plugin of JAX's that notes who starts it, speaks as libraries do, and finds nothing.
@@ -22,7 +21,6 @@ def initialize():
 """
 
 
-@pytest.mark.long
 def test_nothing_but_a_learner_starts_an_accelerator(
     new_world, monkeypatch, tmp_path: Path
 ) -> None:

@@ -88,7 +88,6 @@ async def scenario(server: NatsServer, disk: Path) -> None:
             await bus.close()
 
 
-@pytest.mark.long
 def test_a_full_disk_is_warned_of_and_a_restart_mends_what_room_does_not(
     tmp_path: Path, run_async: Callable[[Coroutine[Any, Any, None]], None]
 ) -> None:

@@ -53,7 +53,6 @@ def start_learner(world: World, name: str, port: int):
     )  # fmt: skip
 
 
-@pytest.mark.long
 def test_counts_go_on_over_the_deaths_of_their_daemons(new_world) -> None:
     world = new_world(run=ENDLESS)
     aggregator_port, learner_port = free_port(), free_port()

@@ -71,7 +71,6 @@ def world(new_world: Callable[..., World]) -> Iterator[World]:
         process.check_not_failed()
 
 
-@pytest.mark.long
 def test_the_commands_of_the_runbooks_run(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

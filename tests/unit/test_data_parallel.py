@@ -23,7 +23,6 @@ def alone() -> Params:
     return make_inner_step(task)(params, state, batch, np.int32(4))[0]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("gradient", "off"), [("float32", 0.0), ("bfloat16", 2**-8)])
 def test_a_step_alone_is_a_learner_s_step(alone: Params, gradient: str, off: float) -> None:
     task = task_of()

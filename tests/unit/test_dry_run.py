@@ -92,7 +92,6 @@ def test_bytes_are_those_that_a_learner_allocates(found):
     assert memory.training > memory.start - memory.parameters > 2 * memory.parameters
 
 
-@pytest.mark.long
 def test_a_fragment_is_moved_and_not_its_whole_tensors(found):
     """Work on a fragment's rows costs what the rows cost, however large the tensors are."""
     for one in found.fragments:

@@ -155,7 +155,6 @@ RISING = [
 ]
 
 
-@pytest.mark.long
 @settings(max_examples=200)
 @given(st.sampled_from(CODECS), updates())
 @example("int4", NINE_TO_ONE)

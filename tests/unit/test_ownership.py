@@ -181,7 +181,6 @@ def life_alone(codec):
     return life((1, 1, 1), codec, None)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "codec",
     [

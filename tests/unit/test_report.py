@@ -249,7 +249,6 @@ def test_many_learners_and_fragments_are_summed_up() -> None:
     assert (timeline["title"], len(timeline["names"])) == ("40 of 60 learners", 41)
 
 
-@pytest.mark.long
 def test_ten_thousand_versions_are_five_megabytes_at_most() -> None:
     lab = Lab(fragments=4)
 

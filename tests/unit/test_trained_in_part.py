@@ -80,7 +80,6 @@ def test_a_model_in_part_is_written_whole(folder, tmp_path):
         np.testing.assert_array_equal(np.asarray(written[name]), np.asarray(rows))
 
 
-@pytest.mark.long
 def test_what_is_not_trained_is_kept_in_the_dtype_of_products(folder):
     """It takes half the memory then, and computes the same."""
     task = task_of(folder, trained=["*/expert_*"], dtype="bfloat16")
@@ -103,7 +102,6 @@ def test_what_is_not_trained_costs_no_gradient(folder):
     assert experts.active_parameters == whole.active_parameters
 
 
-@pytest.mark.long
 def test_buffers_never_travel_and_no_one_is_warned_of_them(tmp_path):
     """Transformers has no gradient for them either; in bfloat16 they stay as they were read."""
     written(tmp_path, GEMMA4)
