@@ -15,9 +15,10 @@ from diloco.common.process.health import tell, tell_stopping
 from diloco.common.process.probes import Probes, make_probes, serving
 from diloco.common.process.retry import Runtime
 from diloco.common.process.signals import AskedToStopError, on_signals
-from diloco.common.protocol.errors import ConfigError, HostLostError, status_of
+from diloco.common.protocol.errors import ConfigError, Exit, HostLostError, status_of
 from diloco.learner.compilation_cache import CompiledPrograms, keep_programs
-from diloco.learner.hosts.messages import MEET_S, end_if_hanging
+from diloco.learner.core.handover import why_left
+from diloco.learner.hosts.messages import MEET_S, end_if_hanging, meeting
 from diloco.learner.island import Island
 from diloco.learner.library import check_name, joined, member_of
 from diloco.learner.life import RunEndedError
@@ -25,8 +26,11 @@ from diloco.learner.tensors.tree import loaded_frozen
 from diloco.learner.train import TaskProgram
 
 
-def serve(config: Config, learner: str) -> None:
+def serve(config: Config, learner: str) -> Exit:
     """Runs a learner until the run ends or a signal asks it to leave.
+
+    Returns:
+        The exit status: `Exit.LEFT` if a formation of slices was asked to leave; else `Exit.ENDED`.
 
     Raises:
         DilocoError: an error that a retry cannot mend; its hint says what to do.
@@ -59,10 +63,12 @@ def serve(config: Config, learner: str) -> None:
             try:
                 with island.context(), joined(config, member, asked, runtime, probes) as life:
                     program.train(life, config.learner.speed.get(learner, 1.0))
-            except RunEndedError:
-                _end_before_it_began(config, learner, probes, "run ended")
-            except AskedToStopError:
-                _end_before_it_began(config, learner, probes, "asked to")
+                why = life.why
+            except (RunEndedError, AskedToStopError) as error:
+                why = why_left(stopping=isinstance(error, RunEndedError))
+                _end_before_it_began(config, learner, probes, why)
+    left = config.learner.formation and why != why_left(stopping=True)
+    return Exit.LEFT if left else Exit.ENDED
 
 
 def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str) -> None:
@@ -141,7 +147,8 @@ def _configure(config: Config, learner: str) -> CompiledPrograms:
             "process_id": section.host,
         }
     try:
-        jax.distributed.initialize(initialization_timeout=int(MEET_S), **where)
+        with meeting():
+            jax.distributed.initialize(initialization_timeout=int(MEET_S), **where)
     except ValueError as error:
         raise ConfigError(
             f"nothing says where the hosts of this learner meet, and learner.coordinator is"

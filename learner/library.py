@@ -67,11 +67,13 @@ class Learner:
     Attributes:
         done: the loop is to end: the run has stopped, this learner was asked to leave, or the
             block of `join` is over. On several hosts `done` becomes true at the same step.
+        why: once it has left the run: why; before, "".
         global_step: the run's clock for the next step; learning rates are to follow it.
     """
 
     def __init__(self, life: Life, asked: threading.Event) -> None:
         self.done = False
+        self.why = ""
         self.global_step = life.synchronizer.boundaries.first_step()
         self._life = life
         self._asked = asked
@@ -268,7 +270,7 @@ class Learner:
         while self._then != "end" and not _is_gone(self._params):
             boundary = self._turn()
             synchronizer.meter.state, self._then = boundary.state, boundary.then
-        self._life.leave()
+        self.why = self._life.leave()
 
     def _check_saved(self) -> None:
         """Checks that a checkpoint has the loop's state, if checkpoints before have.

@@ -251,8 +251,8 @@ class Life:
                 version=meter.version,
             )
 
-    def leave(self) -> None:
-        """Leaves the run, waits for the checkpoint that is being made, and logs the reason."""
+    def leave(self) -> str:
+        """Leaves the run, waits for the checkpoint that is being made; logs and returns why."""
         tell_stopping(self.host.probes.manager)
         why = self.leave_run()
         if self.synchronizer.saver is not None:
@@ -262,6 +262,7 @@ class Life:
         # Also for the reports to systemd that may still come; infra/ended.py reads the last status.
         self.context.health.view = lambda: HealthView(f"left: {why}")
         tell(self.host.probes.manager, STATUS=f"left: {why}")
+        return why
 
 
 def ended_early() -> None:

@@ -149,6 +149,8 @@ LOOK_S = 1.0
 EXTEND_S = 60.0
 # Whether the daemon waits for NATS or the store, "1" or "0". systemd ignores what begins with "X_".
 WAITS = "X_DILOCO_WAITS"
+# Whether the process waits for those of the learner's other hosts, "1" or "0".
+MEETS = "X_DILOCO_MEETS"
 # The longest shutdown, with the end of the interpreter, in seconds.
 END_S = 600.0
 

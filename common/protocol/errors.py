@@ -38,6 +38,7 @@ class Exit(IntEnum):
     TASK = 65, "the task's code or its data break a rule of tasks", False
     NO_RUN = 66, "there is no such run on this bus, or not yet", True
     REFUSED = 69, "the bus or the store refuses a request, for another reason than who asks", True
+    LEFT = 71, "of several slices: a process left at a step boundary, for its supervisor", True
     OVER = 72, "the run has ended, and the timer that asked (--until-end) stops", False
     SUPERSEDED = 73, "another process has joined the run under this learner's name", False
     DAMAGED = 74, "stored bytes are gone, or differ from what was recorded", True

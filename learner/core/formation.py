@@ -7,9 +7,11 @@ a host of a formation is lost, the supervisors that are left end their training 
 start new ones for the slices that are whole. A slice that returns is taken in at a step boundary.
 
 Supervisors send each other a `HostReport` several times a second. Nothing else is exchanged: each
-report has all that its sender knows, so that a lost report does no harm. The *leader* is the host
-with the lowest number of those that hear each other. It alone decides on formations; the other
-supervisors carry out what its report says.
+report has all that its sender knows, so that a lost report does no harm. A connection carries the
+reports of both ends, so that one end that can be called is enough to hear each other; processes
+that train together call each other both ways, and so must their supervisors. The *leader* is the
+host that can bring the most slices together; of equal ones, that with the lowest number. It alone
+decides on formations; the other supervisors carry out what its report says.
 
 If the hosts are cut into two groups that do not hear each other, both may have a formation. The
 run's tape decides between them: the group that joined last is the learner, and the training
@@ -20,7 +22,7 @@ for `LONGEST_OUT_S` seconds.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -37,6 +39,8 @@ LONGEST_OUT_S = 300.0
 ABORTED = -6
 # The exit status of a process that was asked to leave before it trained, and was killed.
 UNREADY = -15
+# A slice for which the others have waited in vain stays out for so many times as long.
+WAITED_TIMES = 9
 # A slice that trains, and was whole for this long, is sound: its earlier failures are forgotten.
 SOUND_S = 600.0
 
@@ -122,6 +126,11 @@ class HostReport(NamedTuple):
             has none.
         strikes: by slice, how often in a row it has broken a formation, as its leader counts.
         trains: its training process has begun to train, and waits for neither NATS nor the store.
+        meets: its training process waits for those of other hosts, before it trains; of one that
+            has ended: it did so last.
+        hears: the hosts whose calls reach it, a bit for each host, that of host 0 the lowest of
+            the first byte.
+        reach: the number of slices that it could bring together.
         alike: the settings that all hosts must have alike, as text.
     """
 
@@ -138,6 +147,9 @@ class HostReport(NamedTuple):
     newest: tuple[int, int] | None
     strikes: tuple[int, ...] = ()
     trains: bool = False
+    meets: bool = False
+    hears: bytes = b""
+    reach: int = 0
     alike: str = ""
 
 
@@ -191,6 +203,8 @@ class Agreement:
         began_s: when it began.
         decided_s: when it last decided.
         heard: by number, the other hosts' newest reports, and when each came.
+        called_s: by number, when the newest report came over a connection that the host opened.
+        followed_s: when the host that it follows was last the one to follow.
         whole_since: by number, since when the slice's hosts have all been there.
         strikes: by number, how often in a row the slice has broken a formation.
         formed_s: when the leader made or found the present formation.
@@ -204,6 +218,8 @@ class Agreement:
     began_s: float
     decided_s: float
     heard: Mapping[int, tuple[HostReport, float]] = field(default_factory=dict)
+    called_s: Mapping[int, float] = field(default_factory=dict)
+    followed_s: float = 0.0
     whole_since: Mapping[int, float] = field(default_factory=dict)
     strikes: Mapping[int, int] = field(default_factory=dict)
     formed_s: float = 0.0
@@ -222,18 +238,28 @@ def begin(host: int, boot: str, address: str, now_s: float) -> Agreement:
     return Agreement(me=report, began_s=now_s, decided_s=now_s)
 
 
-def heard(state: Agreement, report: HostReport, now_s: float) -> Agreement:
-    """Returns the state after another host's report has come."""
-    return replace(state, heard={**state.heard, report.host: (report, now_s)})
+def heard(state: Agreement, report: HostReport, now_s: float, *, called: bool) -> Agreement:
+    """Returns the state after another host's report has come.
+
+    Args:
+        state: the state before.
+        report: the report.
+        now_s: the time.
+        called: it came over a connection that the other host opened.
+    """
+    called_s = {**state.called_s, report.host: now_s} if called else state.called_s
+    return replace(state, heard={**state.heard, report.host: (report, now_s)}, called_s=called_s)
 
 
 def lost(state: Agreement, host: int, boot: str) -> Agreement:
-    """Returns the state after the connection to a supervisor has broken; `boot` is its own."""
+    """Returns the state after all connections with a supervisor have broken; `boot` is its own."""
     known = state.heard.get(host)
     if known is None or known[0].boot != boot:
         return state
     return replace(
-        state, heard={other: came for other, came in state.heard.items() if other != host}
+        state,
+        heard={other: came for other, came in state.heard.items() if other != host},
+        called_s={other: came_s for other, came_s in state.called_s.items() if other != host},
     )
 
 
@@ -261,9 +287,12 @@ def noted(
     address: str,
     newest: tuple[int, int] | None,
     trains: bool,
+    meets: bool,
 ) -> Agreement:
     """Returns the state with a new report of this supervisor; arguments as in `HostReport`."""
-    report = state.me._replace(leaving=leaving, address=address, newest=newest, trains=trains)
+    report = state.me._replace(
+        leaving=leaving, address=address, newest=newest, trains=trains, meets=meets
+    )
     return replace(state, me=report)
 
 
@@ -274,19 +303,22 @@ def decide(
     rules: FormationRules, state: Agreement, now_s: float
 ) -> tuple[Agreement, tuple[Action, ...]]:
     """Returns the state, and what the supervisor is to do now; call it several times a second."""
-    state = _awake(rules, state, now_s)
+    state = _noting_calls(rules, _awake(rules, state, now_s), now_s)
     present = _present(rules, state, now_s)
     state = _noting_whole_slices(rules, state, present, now_s)
+    reach = len(_linked(rules, state.whole_since, present))
+    state = replace(state, me=state.me._replace(reach=reach))
+    present = {**present, state.me.host: state.me}
     if not set(present) <= state.alone or now_s >= state.alone_until_s:
         state = replace(state, alone=frozenset())
     # Also what a leader has asked for that is lost since.
     regroup = max(report.regroup for report in present.values())
     state = replace(state, me=state.me._replace(regroup=regroup))
-    leader = min(present)
+    leader, state = _leader(rules, state, present, now_s)
     state = _with_strikes(state, leader, present)
     if leader != state.me.host:
         state = _following(state, present[leader], present)
-    elif any(report.leader < leader for host, report in present.items() if host != leader):
+    elif any(present[host].leader not in present for host in present if host != leader):
         # Others follow a host that this one does not hear: it must not lead beside that host.
         state = _with_others_formation(state, present)
     else:
@@ -304,7 +336,17 @@ def _awake(rules: FormationRules, state: Agreement, now_s: float) -> Agreement:
     """
     slept_s = max(0.0, now_s - state.decided_s - rules.silent_s / 2)
     known = {host: (report, came_s + slept_s) for host, (report, came_s) in state.heard.items()}
-    return replace(state, heard=known, decided_s=now_s)
+    called_s = {host: came_s + slept_s for host, came_s in state.called_s.items()}
+    return replace(state, heard=known, called_s=called_s, decided_s=now_s)
+
+
+def _noting_calls(rules: FormationRules, state: Agreement, now_s: float) -> Agreement:
+    """Returns the state with the hosts whose calls reach this one in its report."""
+    hears = sum(
+        1 << host for host, came_s in state.called_s.items() if now_s - came_s <= rules.silent_s
+    )
+    length = (rules.slices * rules.hosts + 7) // 8
+    return replace(state, me=state.me._replace(hears=hears.to_bytes(length, "little")))
 
 
 def _present(rules: FormationRules, state: Agreement, now_s: float) -> dict[int, HostReport]:
@@ -327,6 +369,50 @@ def _noting_whole_slices(
         if all(host in present and not present[host].leaving for host in rules.hosts_of(number))
     }
     return replace(state, whole_since=whole)
+
+
+def _linked(
+    rules: FormationRules, numbers: Iterable[int], present: Mapping[int, HostReport]
+) -> tuple[int, ...]:
+    """Returns slices of `numbers` whose hosts all call each other, ascending.
+
+    Leaves out the slice that fits with the fewest others, again and again: few more would do only
+    where several links are cut at once.
+    """
+    hosts = {number: rules.hosts_of(number) for number in numbers}
+    there = sum(1 << host for found in hosts.values() for host in found)
+    strangers: dict[int, set[int]] = {number: set() for number in hosts}
+    for number, found in hosts.items():
+        for host in found:
+            unheard = there & ~(int.from_bytes(present[host].hears, "little") | 1 << host)
+            while unheard:
+                other = rules.slice_of(unheard.bit_length() - 1)
+                strangers[number].add(other)
+                strangers[other].add(number)
+                unheard &= (1 << rules.hosts_of(other).start) - 1
+    while any(strangers.values()):
+        worst = max(strangers, key=lambda one: (one in strangers[one], len(strangers[one]), one))
+        for other in strangers.pop(worst) - {worst}:
+            strangers[other].discard(worst)
+    return tuple(sorted(strangers))
+
+
+def _leader(
+    rules: FormationRules, state: Agreement, present: Mapping[int, HostReport], now_s: float
+) -> tuple[int, Agreement]:
+    """Returns the host to follow, and the state.
+
+    While a formation goes on, who leads goes on until another one could bring more slices together
+    for `silent_s`: hosts learn of a loss one after the other.
+    """
+    best = max(present, key=lambda host: (present[host].reach, -host))
+    now = state.me.leader
+    leads = now in present and present[now].leader == now
+    if best == now or not leads or state.me.formation is None:
+        return best, replace(state, followed_s=now_s)
+    if now_s - state.followed_s >= rules.silent_s:
+        return best, replace(state, followed_s=now_s)
+    return now, state
 
 
 def _with_strikes(state: Agreement, leader: int, present: Mapping[int, HostReport]) -> Agreement:
@@ -418,23 +504,16 @@ def _judging(
     """Returns the state after a look at the present formation: it goes on, regroups or is over."""
     gone = set(_gone(rules, formation, present))
     ended_with = dict(_ended_with(rules, formation, present))
-    if gone or any(ended_with.values()):
-        asked = state.me.regroup == formation.number
-        failed = {
-            rules.slice_of(host)
-            for host, status in ended_with.items()
-            if _is_to_blame(status) and not (asked and status == UNREADY)
-        }
-        if asked and not gone | failed and UNREADY in ended_with.values():
-            return _closed(state, formation)
-        blamed = gone | failed or _stuck(rules, formation, present, ended_with)
-        blamed = blamed or _ended_first(rules, state, formation, ended_with)
-        state = _closing(state, formation, blamed, now_s)
+    if gone or not set(ended_with.values()) <= {Exit.ENDED, Exit.LEFT}:
+        state = _broken(rules, state, formation, present, now_s)
         superseded = Exit.SUPERSEDED in ended_with.values()
         return _superseded(rules, state, present, formation, now_s) if superseded else state
-    state = _forgiving(state, formation, now_s)
+    state = _forgiving(rules, state, formation, present, now_s)
+    if Exit.ENDED in ended_with.values():
+        return replace(state, me=state.me._replace(over=True))
     if ended_with:
-        return _after_clean_ends(rules, state, formation, ended_with)
+        whole = len(ended_with) == len(formation.slices) * rules.hosts
+        return _closed(state, formation) if whole else state
     leaving = any(
         present[host].leaving for number in formation.slices for host in rules.hosts_of(number)
     )
@@ -451,8 +530,41 @@ def _judging(
     return _with_formation(state, formation, formation.number if regroups else 0)
 
 
-def _forgiving(state: Agreement, formation: Formation, now_s: float) -> Agreement:
-    """Returns the state without the strikes of slices that have proved to be sound.
+def _broken(
+    rules: FormationRules,
+    state: Agreement,
+    formation: Formation,
+    present: Mapping[int, HostReport],
+    now_s: float,
+) -> Agreement:
+    """Returns the state after a formation has broken."""
+    gone = set(_gone(rules, formation, present))
+    ended_with = dict(_ended_with(rules, formation, present))
+    asked = state.me.regroup == formation.number
+    failed = {
+        rules.slice_of(host)
+        for host, status in ended_with.items()
+        if _is_to_blame(status) and not (asked and status == UNREADY)
+    }
+    if asked and not gone | failed and UNREADY in ended_with.values():
+        return _closed(state, formation)
+    if gone | failed:
+        return _closing(state, formation, gone | failed, now_s)
+    if late := _late(rules, formation, present, ended_with):
+        state = _closing(state, formation, late, now_s)
+        until_s = now_s + WAITED_TIMES * (now_s - state.formed_s)
+        return replace(state, whole_since={**state.whole_since, **dict.fromkeys(late, until_s)})
+    return _closing(state, formation, _ended_first(rules, state, formation, ended_with), now_s)
+
+
+def _forgiving(
+    rules: FormationRules,
+    state: Agreement,
+    formation: Formation,
+    present: Mapping[int, HostReport],
+    now_s: float,
+) -> Agreement:
+    """Returns the state without the strikes of slices that train, and have proved to be sound.
 
     Each by itself: of many slices some other one is lost again and again.
     """
@@ -460,22 +572,12 @@ def _forgiving(state: Agreement, formation: Formation, now_s: float) -> Agreemen
         number
         for number in formation.slices
         if now_s - state.whole_since.get(number, now_s) >= SOUND_S
+        and all(present[host].trains for host in rules.hosts_of(number))
     }
     if sound.isdisjoint(state.strikes):
         return state
     kept = {number: count for number, count in state.strikes.items() if number not in sound}
     return replace(state, strikes=kept)
-
-
-def _after_clean_ends(
-    rules: FormationRules, state: Agreement, formation: Formation, ended_with: Mapping[int, int]
-) -> Agreement:
-    """Returns the state after training processes have ended without an error."""
-    if state.me.regroup != formation.number:
-        return replace(state, me=state.me._replace(over=True))
-    if len(ended_with) < len(formation.slices) * rules.hosts:
-        return state
-    return _closed(state, formation)
 
 
 def _gone(
@@ -505,22 +607,21 @@ def _ended_with(
                 yield host, int(Exit.PASSING)
 
 
-def _stuck(
+def _late(
     rules: FormationRules,
     formation: Formation,
     present: Mapping[int, HostReport],
     ended_with: Mapping[int, int],
 ) -> set[int]:
-    """Returns the slices for which the others of a formation waited in vain; empty: nobody knows.
+    """Returns the slices for whose processes the others have waited in vain before they trained.
 
-    If it never trained, these are the few whose processes still run while the others gave them up:
-    one that leads the others waits for NATS as long as it takes.
+    One that hangs, or that leads the others and waits for NATS as long as it takes.
     """
+    if not any(present[host].meets for host in ended_with):
+        return set()
     hosts = [host for number in formation.slices for host in rules.hosts_of(number)]
     ran = [host for host in hosts if host not in ended_with]
-    if any(present[host].trains for host in hosts) or len(ran) >= len(ended_with):
-        return set()
-    return {rules.slice_of(host) for host in ran}
+    return {rules.slice_of(host) for host in ran if not present[host].meets}
 
 
 def _ended_first(
@@ -541,7 +642,7 @@ def _is_to_blame(status: int) -> bool:
 
     A process whose peer is gone ends with `Exit.PASSING`, or JAX aborts it.
     """
-    return status not in (0, Exit.PASSING, Exit.SUPERSEDED, ABORTED)
+    return status not in (0, Exit.PASSING, Exit.SUPERSEDED, Exit.LEFT, ABORTED)
 
 
 def _superseded(
@@ -600,12 +701,13 @@ def _ready(
     def follows(host: int) -> bool:
         return host == state.me.host or present[host].leader == state.me.host
 
-    return tuple(
+    ready = [
         number
-        for number, since_s in sorted(state.whole_since.items())
+        for number, since_s in state.whole_since.items()
         if now_s - since_s >= _stays_out_s(state.strikes.get(number, 0))
         and all(map(follows, rules.hosts_of(number)))
-    )
+    ]
+    return _linked(rules, ready, present)
 
 
 def _stays_out_s(strikes: int) -> float:
@@ -693,12 +795,7 @@ def _was_left_behind(process: TrainingProcess, present: Mapping[int, HostReport]
 def _final_status(state: Agreement) -> int | None:
     """Returns the status with which the supervisor ends after its process; None: it goes on."""
     process = state.me.process
-    if process.status == 0:
-        # Of a host that later formations left out it may be older.
-        return None if process.formation <= state.me.regroup else 0
-    if process.status > 0 and not find(process.status).restart:
-        return process.status
-    return None
+    return None if find(process.status).restart else process.status
 
 
 def _without_process(state: Agreement) -> Agreement:

@@ -26,12 +26,14 @@ All hosts of a learner must run the same release; `version` detects that only so
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
 import secrets
 import struct
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgpack
@@ -39,6 +41,8 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from diloco.common.process import log
+from diloco.common.process.config import service_manager
+from diloco.common.process.health import MEETS, tell
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError, HostLostError, WireError, find
 from diloco.common.protocol.reasons import Reason
@@ -49,7 +53,7 @@ from diloco.learner.core.carry import Carried
 from diloco.learner.core.formation import HostReport
 from diloco.learner.core.handover import Boundary, CheckpointId
 
-VERSION: Final = 11
+VERSION: Final = 12
 LENGTH: Final = struct.Struct(">I")
 FRAME_BYTES: Final = 64 << 20
 
@@ -229,7 +233,7 @@ class Report(HostMessage):
 
 
 class PartAsked(HostMessage):
-    """Asks for the newest part of a checkpoint; the answer is its length and bytes, no message."""
+    """Asks for the parts of checkpoints; the answer is their lengths and bytes, no message."""
 
 
 _KINDS: Final[dict[str, type[HostMessage]]] = {
@@ -327,9 +331,22 @@ def wait_for_hosts(within_s: float = MEET_S) -> None:
     if client is None:  # Hosts of a TPU's own network meet without it.
         return
     try:
-        client.wait_at_barrier(f"diloco-{next(_MEETINGS)}", int(within_s * 1000))
+        with meeting():
+            client.wait_at_barrier(f"diloco-{next(_MEETINGS)}", int(within_s * 1000))
     except jax.errors.JaxRuntimeError as error:
         raise host_gone("another host") from error
+
+
+@contextlib.contextmanager
+def meeting() -> Iterator[None]:
+    """Tells a supervisor that this process waits for those of other hosts while the block runs.
+
+    After a block that fails the word stands: the process gave the others up.
+    """
+    manager = service_manager()
+    tell(manager, **{MEETS: "1"})
+    yield
+    tell(manager, **{MEETS: "0"})
 
 
 def meeting_place() -> str | None:

@@ -11,8 +11,8 @@ Connections begin with a proof that both sides know the learner's credentials:
     calling -> accepting   32 random bytes, HMAC-SHA256 of both
     accepting -> calling   HMAC-SHA256 of both, in the other order
     calling -> accepting   `Report`, again and again; or once `PartAsked`
-    accepting -> calling   after `PartAsked`, for each part from the oldest on: length (8 bytes, big
-                           endian), and bytes
+    accepting -> calling   `Report`, again and again; after `PartAsked`, for each part from the
+                           oldest on: length (8 bytes, big endian), and bytes; then a length of 0
 
 The inner optimizer passes from slice to slice by checkpoints: hosts at the same place of their
 slices have the same part of each. Before a training process begins, its supervisor copies the
@@ -41,9 +41,9 @@ from typing import Any, NamedTuple
 
 from diloco.common.process import log
 from diloco.common.process.config import Config, ServiceManager, environment_with, service_manager
-from diloco.common.process.health import END_S, WAITS, tell
+from diloco.common.process.health import END_S, MEETS, WAITS, tell
 from diloco.common.process.nats_server import free_port
-from diloco.common.process.tasks import Tasks, within
+from diloco.common.process.tasks import Tasks, first_of, within
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError, WireError
 from diloco.learner.core import formation
@@ -128,7 +128,8 @@ class _Supervisor:
         self._unlike: dict[int, tuple[HostReport, float]] = {}
         self._manager = service_manager()
         self._words = _Words(self._manager)
-        self._callers: dict[int, asyncio.StreamReader] = {}
+        # By connection: the host whose reports come over it, and its `boot`.
+        self._heard_over: dict[asyncio.StreamReader, tuple[int, str]] = {}
         self._served: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._signals = 0
         self._child: _Child | None = None
@@ -212,6 +213,7 @@ class _Supervisor:
             address=self._state.me.address,
             newest=newest_part(self._folder),
             trains=self._child is not None and self._words.trains,
+            meets=self._words.meets,
         )
         before = self._state.me.formation
         self._state, actions = formation.decide(self._rules, self._state, time.monotonic())
@@ -299,6 +301,7 @@ class _Supervisor:
             address=address,
             newest=self._state.me.newest,
             trains=False,
+            meets=self._words.meets,
         )
 
     def _is_under_way(self, made: formation.Formation) -> bool:
@@ -365,20 +368,19 @@ class _Supervisor:
     # --- Other supervisors
 
     async def _report_to(self, host: int) -> None:
-        """Sends reports to another supervisor, over a new connection after each failure."""
+        """Exchanges reports with another supervisor, over a new connection after each failure."""
         reached_s, told = time.monotonic(), False
         while True:
             try:
-                _, writer = await self._call(host)
+                reader, writer = await self._call(host)
                 told = False
                 try:
-                    while True:
-                        writer.write(frame(Report(report=self._state.me)))
-                        await within(CALL_S, writer.drain())
-                        await asyncio.sleep(REPORT_S)
+                    await self._exchange(reader, writer, called=False)
                 finally:
                     writer.close()
                     reached_s = time.monotonic()
+            except WireError as error:
+                self._tell_unreadable(error)
             # A name that no host can have, such as one with two dots, is a UnicodeError.
             except (OSError, EOFError, TimeoutError, UnicodeError) as error:
                 if not told and time.monotonic() - reached_s > UNREACHED_S:
@@ -428,10 +430,10 @@ class _Supervisor:
                 return
             writer.write(self._proof("answers", own, theirs + ours))
             _end_when_gone(writer)
+            _limit_silence(writer)
             await self._serve(reader, writer)
         except WireError as error:
-            if self._is_new("supervisor_unreadable", error.message):
-                self._logger.warning("supervisor_unreadable", error=error.message)
+            self._tell_unreadable(error)
         except (OSError, EOFError, TimeoutError):
             pass  # Silence is judged by the reports that do not come.
         finally:
@@ -439,25 +441,53 @@ class _Supervisor:
             del self._served[serving]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Takes reports over one connection, or sends a part of a checkpoint."""
-        report: HostReport | None = None
+        """Exchanges reports over a connection that another host opened, or sends parts."""
+        match await read_message(reader):
+            case PartAsked():
+                await self._send_parts(writer)
+            case Report(report=report) if self._hears(report, reader, called=True):
+                await self._exchange(reader, writer, called=True)
+
+    async def _exchange(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, called: bool
+    ) -> None:
+        """Sends this host's reports, and takes those of another one, until the connection breaks.
+
+        `called`: the other host opened the connection.
+        """
         try:
-            while True:
-                match await read_message(reader):
-                    case Report(report=called):
-                        if not self._expects(called):
-                            return
-                        report = called
-                        self._callers[report.host] = reader
-                        self._state = formation.heard(self._state, report, time.monotonic())
-                    case PartAsked():
-                        await self._send_parts(writer)
-                        return
-                    case _:
-                        return
+            await first_of(self._send_reports(writer), self._take_reports(reader, called=called))
         finally:
-            if report is not None and self._callers.get(report.host) is reader:
-                self._state = formation.lost(self._state, report.host, report.boot)
+            if reader in self._heard_over:
+                host, boot = self._heard_over.pop(reader)
+                if all(host != other for other, _ in self._heard_over.values()):
+                    self._state = formation.lost(self._state, host, boot)
+
+    async def _send_reports(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(frame(Report(report=self._state.me)))
+            await within(CALL_S, writer.drain())
+            await asyncio.sleep(REPORT_S)
+
+    async def _take_reports(self, reader: asyncio.StreamReader, *, called: bool) -> None:
+        while True:
+            match await read_message(reader):
+                case Report(report=report) if self._hears(report, reader, called=called):
+                    pass
+                case _:
+                    return
+
+    def _hears(self, report: HostReport, reader: asyncio.StreamReader, *, called: bool) -> bool:
+        """Takes a report, if it is of one of the other hosts; returns whether it is."""
+        if not self._expects(report):
+            return False
+        self._heard_over[reader] = report.host, report.boot
+        self._state = formation.heard(self._state, report, time.monotonic(), called=called)
+        return True
+
+    def _tell_unreadable(self, error: WireError) -> None:
+        if self._is_new("supervisor_unreadable", error.message):
+            self._logger.warning("supervisor_unreadable", error=error.message)
 
     def _expects(self, report: HostReport) -> bool:
         """True for a report of another host of `learner.peers`; warns of others."""
@@ -498,6 +528,8 @@ class _Supervisor:
                 while chunk := file.read(_CHUNK_BYTES):
                     writer.write(chunk)
                     await within(CALL_S, writer.drain())
+        writer.write(bytes(8))
+        await within(CALL_S, writer.drain())
 
     async def _copy_parts(self, host: int) -> None:
         """Copies the parts of another host; without them, an older checkpoint is taken."""
@@ -507,9 +539,8 @@ class _Supervisor:
             reader, writer = await self._call(host)
             with contextlib.closing(writer):
                 writer.write(frame(PartAsked()))
-                while size := await within(CALL_S, reader.read(8)):
-                    size += await within(CALL_S, reader.readexactly(8 - len(size)))
-                    await self._receive(reader, int.from_bytes(size, "big"), copied)
+                while size := int.from_bytes(await within(CALL_S, reader.readexactly(8)), "big"):
+                    await self._receive(reader, size, copied)
                     newest = _files_of(self._folder)
                     number = int(newest[0].stem) + 1 if newest else 1
                     copied.rename(self._folder / f"{number}.safetensors")
@@ -550,6 +581,7 @@ class _Words:
 
     Attributes:
         ready: the process has begun to train.
+        meets: it waits for those of other hosts; of one that has ended: it did so last.
     """
 
     def __init__(self, manager: ServiceManager) -> None:
@@ -557,7 +589,7 @@ class _Words:
         self._name = f"diloco-{secrets.token_hex(8)}"
         self._began_s = 0.0
         self._heard_s: float | None = None
-        self.ready = False
+        self.ready = self.meets = False
         self._stopping = self._waits = False
         self._said = ""
         self._slices = ""
@@ -593,7 +625,7 @@ class _Words:
     def begin(self) -> None:
         """Notes that a training process is started."""
         self._began_s, self._heard_s = time.monotonic(), None
-        self.ready = self._stopping = self._waits = False
+        self.ready = self.meets = self._stopping = self._waits = False
 
     def silent_s(self, limit_s: float) -> float:
         """Returns for how long the process has been silent, if that is too long; else 0.
@@ -626,6 +658,8 @@ class _Words:
         self._stopping = self._stopping or "STOPPING" in fields
         if WAITS in fields:
             self._waits = fields[WAITS] == "1"
+        if MEETS in fields:
+            self.meets = fields[MEETS] == "1"
         self._status = fields.get("STATUS", self._status)
 
 
@@ -656,8 +690,12 @@ def newest_part(folder: Path) -> CheckpointId | None:
 
 @functools.lru_cache(maxsize=8)
 def _checkpoint_in(path: Path, _changed_ns: int, _size_bytes: int) -> CheckpointId | None:
-    """Returns the checkpoint of which a file is a part; None if its header cannot be read."""
-    unreadable = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
+    """Returns the checkpoint of which a file is a part; None if its header is damaged.
+
+    Raises:
+        OSError: the file cannot be read now.
+    """
+    unreadable = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
     with contextlib.suppress(*unreadable), path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length <= MOST_HEADER_BYTES:

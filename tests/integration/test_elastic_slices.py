@@ -155,6 +155,13 @@ def goes_on_and_takes_back(world, said):
     world.until(lambda: not hung.is_running(), "what hangs is killed")
     until_merged_by(world, 2)
 
+    # One is asked to leave by hand: the learner begins anew.
+    before = life(world)
+    for process in training(hosts[0]):
+        process.terminate()
+    world.until(lambda: life(world) > before, "a new life")
+    until_merged_by(world, 2)
+
     # A host is asked to end, and ends without an error; the other one goes on.
     hosts[1].terminate()
     assert hosts[1].wait() == 0, hosts[1].log()

@@ -147,6 +147,7 @@ class SimLearner:
         self.tokens_per_step = TOKENS
         self.actor: Actor | None = None
         self.leave_asked = False
+        self.run_ended = False
         self.superseded = False
         self.incarnation = 0
         # The modules that its life holds; empty: all. Once `holds_all`, its next lives hold all.
@@ -156,7 +157,7 @@ class SimLearner:
     async def live(self, begin: Callable[[Actor], None] | None = None) -> bool:
         """Run one life to its end; returns True if it was not killed. `begin` may change its actor."""
         world = self.world
-        self.leave_asked = False
+        self.leave_asked = self.run_ended = False
         self.incarnation = 0
         life = {"faults": world.faults, "reads_replicas": True, **self.life}
         self.actor = actor = Actor(self.name, world, **life)
@@ -242,6 +243,7 @@ class SimLearner:
         if self.disk is not None:
             save = partial(self.disk.save, actor, context, synchronizer, life.incarnation)
         await self._train(actor, synchronizer, claims, save)
+        self.run_ended = planner.state.stopping
         world.checkers.on_leaving(own, synchronizer.position)
         with contextlib.suppress(TimeoutError):
             said = say_end(

@@ -178,7 +178,7 @@ class SlicedLearner(SimLearner):
             if at_s > self._now_s or asleep:
                 self._reports.append((at_s, to, report))
             elif to in self._hosts:
-                self._hosts[to] = formation.heard(self._hosts[to], report, self._now_s)
+                self._hosts[to] = formation.heard(self._hosts[to], report, self._now_s, called=True)
 
     def _tick(self, host: int) -> None:
         state = self._hosts[host]
@@ -192,6 +192,7 @@ class SlicedLearner(SimLearner):
             address=state.me.address,
             newest=None,
             trains=program is not None and bool(program.incarnation),
+            meets=False,
         )
         state, actions = formation.decide(self.rules, state, self._now_s)
         self._hosts[host] = state
@@ -266,7 +267,8 @@ class SlicedLearner(SimLearner):
         self.leave_asked = self.leave_asked or (program.leave_asked and not self._asked(number))
         first = program.members[0]
         if by_itself:
-            statuses = dict.fromkeys(program.members, 0)
+            left = program.leave_asked and not program.run_ended
+            statuses = dict.fromkeys(program.members, int(Exit.LEFT if left else Exit.ENDED))
         elif program.superseded:
             statuses = dict.fromkeys(program.members, int(Exit.SUPERSEDED))
         else:

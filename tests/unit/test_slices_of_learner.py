@@ -17,7 +17,7 @@ import pytest
 
 from diloco.common.process.config import LearnerSection, MeshSection, load_config, make_config
 from diloco.common.process.nats_server import LOOPBACK, free_port
-from diloco.common.process.tasks import Tasks
+from diloco.common.process.tasks import Tasks, cancel
 from diloco.common.protocol.errors import ConfigError
 from diloco.learner.core import formation
 from diloco.learner.core.formation import MOST_HOSTS, Begin, Formation, TrainingProcess
@@ -293,6 +293,47 @@ def test_a_part_is_copied_from_a_supervisor_that_knows_the_secret(tmp_path):
     assert parts(asyncio.run(copied())) == [(7, 30), (7, 20)]
 
 
+def test_parts_that_end_early_are_told_of(tmp_path, capsys):
+    peers = tuple(f"{LOOPBACK}:{free_port()}" for _ in range(2))
+
+    async def scenario():
+        here, there = (supervisor_of(tmp_path, peers, host) for host in (0, 1))
+
+        async def denied(_writer):
+            raise PermissionError("a part that this user may not read")
+
+        there._send_parts = denied
+        server = await there._listen()
+        await here._copy_parts(1)
+        server.close()
+
+    asyncio.run(scenario())
+    assert "part_not_copied" in capsys.readouterr().out
+
+
+def test_who_cannot_be_called_is_heard_as_it_calls(tmp_path):
+    """Its port is closed: reports come over the connection that it has opened itself."""
+    peers = tuple(f"{LOOPBACK}:{free_port()}" for _ in range(2))
+
+    async def scenario():
+        called, caller = (supervisor_of(tmp_path, peers, host) for host in (0, 1))
+        server = await called._listen()
+        calls = asyncio.ensure_future(caller._report_to(0))
+        async with asyncio.timeout(30.0):
+            while not (called._state.heard and caller._state.heard):
+                await asyncio.sleep(0.01)
+        assert set(called._state.called_s) == {1}
+        assert set(caller._state.called_s) == set()
+        await cancel(calls)
+        async with asyncio.timeout(30.0):
+            while called._state.heard:
+                await asyncio.sleep(0.01)
+        assert not called._state.called_s
+        server.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_part_is_not_copied_twice_at_once(tmp_path):
     """A formation may break while it is copied, and the next one begins."""
     peers = tuple(f"{LOOPBACK}:{free_port()}" for _ in range(2))
@@ -375,7 +416,7 @@ def test_reports_end_though_they_are_cancelled_as_one_is_sent(tmp_path):
             reports.cancel()
 
         async def called(_host):
-            return None, SimpleNamespace(write=len, drain=drain, close=int)
+            return asyncio.StreamReader(), SimpleNamespace(write=len, drain=drain, close=int)
 
         here._call = called
         await asyncio.wait([reports], timeout=2.0)
@@ -416,7 +457,7 @@ def test_of_hosts_whose_settings_differ_those_end_of_whom_there_are_fewer(tmp_pa
         report = me._replace(host=host, alike=alike, formation=made)
         assert here._expects(report) == (alike == me.alike)
         if alike == me.alike:
-            here._state = formation.heard(here._state, report, time.monotonic())
+            here._state = formation.heard(here._state, report, time.monotonic(), called=True)
 
     here._end_if_unlike()
     hears(2)

@@ -164,7 +164,7 @@ def learner(options: LearnerOptions) -> None:
         raise typer.Exit(supervise(config, options.name, sys.argv[1:]))
     from diloco.learner.daemon import serve
 
-    serve(config, options.name)
+    raise typer.Exit(serve(config, options.name))
 
 
 def _check_platform(options: LearnerOptions) -> None:
