@@ -207,6 +207,7 @@ class Agreement:
         followed_s: when the host that it follows was last the one to follow.
         whole_since: by number, since when the slice's hosts have all been there.
         strikes: by number, how often in a row the slice has broken a formation.
+        late_until_s: by number, until when a whole slice stays out, for which others waited in vain.
         formed_s: when the leader made or found the present formation.
         ended_s: when the training process ended by itself.
         asked: the number of the formation whose process was asked to leave; 0: none.
@@ -222,6 +223,7 @@ class Agreement:
     followed_s: float = 0.0
     whole_since: Mapping[int, float] = field(default_factory=dict)
     strikes: Mapping[int, int] = field(default_factory=dict)
+    late_until_s: Mapping[int, float] = field(default_factory=dict)
     formed_s: float = 0.0
     ended_s: float = 0.0
     asked: int = 0
@@ -362,13 +364,16 @@ def _present(rules: FormationRules, state: Agreement, now_s: float) -> dict[int,
 def _noting_whole_slices(
     rules: FormationRules, state: Agreement, present: Mapping[int, HostReport], now_s: float
 ) -> Agreement:
-    """Returns the state with `whole_since` of all slices whose hosts are there."""
+    """Returns the state with `whole_since` of the slices whose hosts are all there."""
     whole = {
         number: state.whole_since.get(number, now_s)
         for number in range(rules.slices)
         if all(host in present and not present[host].leaving for host in rules.hosts_of(number))
     }
-    return replace(state, whole_since=whole)
+    late_until_s = {
+        number: until_s for number, until_s in state.late_until_s.items() if number in whole
+    }
+    return replace(state, whole_since=whole, late_until_s=late_until_s)
 
 
 def _linked(
@@ -525,7 +530,8 @@ def _judging(
     # To grow, a formation must train: what starts would begin anew with each slice that comes, and
     # what is cut off from NATS or the store trains on, but could not begin again.
     hosts = [host for number in formation.slices for host in rules.hosts_of(number)]
-    grows = settled > set(formation.slices) and all(present[host].trains for host in hosts)
+    more = len(settled) > len(formation.slices)
+    grows = more and all(present[host].trains for host in hosts)
     regroups = leaving or grows
     return _with_formation(state, formation, formation.number if regroups else 0)
 
@@ -553,7 +559,7 @@ def _broken(
     if late := _late(rules, formation, present, ended_with):
         state = _closing(state, formation, late, now_s)
         until_s = now_s + WAITED_TIMES * (now_s - state.formed_s)
-        return replace(state, whole_since={**state.whole_since, **dict.fromkeys(late, until_s)})
+        return replace(state, late_until_s={**state.late_until_s, **dict.fromkeys(late, until_s)})
     return _closing(state, formation, _ended_first(rules, state, formation, ended_with), now_s)
 
 
@@ -619,9 +625,13 @@ def _late(
     """
     if not any(present[host].meets for host in ended_with):
         return set()
-    hosts = [host for number in formation.slices for host in rules.hosts_of(number)]
-    ran = [host for host in hosts if host not in ended_with]
-    return {rules.slice_of(host) for host in ran if not present[host].meets}
+    runs = (formation.number, "running")
+    return {
+        number
+        for number in formation.slices
+        for report in map(present.__getitem__, rules.hosts_of(number))
+        if report.process[:2] == runs and not report.meets
+    }
 
 
 def _ended_first(
@@ -707,7 +717,10 @@ def _ready(
         if now_s - since_s >= _stays_out_s(state.strikes.get(number, 0))
         and all(map(follows, rules.hosts_of(number)))
     ]
-    return _linked(rules, ready, present)
+    in_time = [number for number in ready if now_s >= state.late_until_s.get(number, now_s)]
+    chosen = _linked(rules, in_time, present)
+    # Where too few are left, waiting would help nobody.
+    return chosen if len(chosen) >= rules.least else _linked(rules, ready, present)
 
 
 def _stays_out_s(strikes: int) -> float:

@@ -370,6 +370,31 @@ def test_a_slice_for_which_the_others_wait_in_vain_is_left_out(slices, host):
     assert world.trains() == [tuple(range(slices))]
 
 
+def test_a_slice_without_which_nobody_trains_does_not_stay_out():
+    world = world_of(slices=2, hosts=1, least=2)
+    world.run(30)
+    world.hung = {1}
+    world.end_process(1, 1)
+    world.run(GIVES_UP_S + 10)
+    assert set(world.states[0].strikes) == {1}
+    world.hung.clear()
+    world.run(GIVES_UP_S + 20)
+    assert world.trains() == [(0, 1)]
+
+
+def test_a_slice_that_few_others_reach_makes_room_for_more():
+    world = World(FormationRules(slices=4, hosts=1, least=1, silent_s=3.0))
+    world.closed = {(3, 0)}
+    for host in (1, 3):
+        world.start(host)
+    world.run(30)
+    assert world.trains() == [(1, 3)]
+    for host in (0, 2):
+        world.start(host)
+    world.run(30)
+    assert world.trains() == [(0, 1, 2)]
+
+
 @pytest.mark.parametrize("status", [KILLED, 1, int(Exit.PASSING), formation.ABORTED])
 def test_a_process_that_fails_begins_again(status):
     world = world_of()
