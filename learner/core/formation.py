@@ -207,7 +207,7 @@ class Agreement:
         followed_s: when the host that it follows was last the one to follow.
         whole_since: by number, since when the slice's hosts have all been there.
         strikes: by number, how often in a row the slice has broken a formation.
-        late_until_s: by number, until when a whole slice stays out, for which others waited in vain.
+        late_until_s: by number, until when a slice stays out, for which others waited in vain.
         formed_s: when the leader made or found the present formation.
         ended_s: when the training process ended by itself.
         asked: the number of the formation whose process was asked to leave; 0: none.
