@@ -58,6 +58,7 @@ class FormationRules:
         settle_s: a slice that returns is taken in once its hosts have been there for so long.
         grace_s: seconds from the end of a training process to the end of its supervisor, in which
             all supervisors learn of it.
+        meet_s: seconds for which a training process waits for the others before it gives up.
     """
 
     slices: int
@@ -67,6 +68,7 @@ class FormationRules:
     gather_s: float = 20.0
     settle_s: float = 15.0
     grace_s: float = 3.0
+    meet_s: float = 300.0
 
     def hosts_of(self, number: int) -> range:
         """Returns the numbers of a slice's hosts."""
@@ -556,7 +558,7 @@ def _broken(
         return _closed(state, formation)
     if gone | failed:
         return _closing(state, formation, gone | failed, now_s)
-    if late := _late(rules, formation, present, ended_with):
+    if late := _late(rules, state, formation, present, ended_with, now_s):
         state = _closing(state, formation, late, now_s)
         until_s = now_s + WAITED_TIMES * (now_s - state.formed_s)
         return replace(state, late_until_s={**state.late_until_s, **dict.fromkeys(late, until_s)})
@@ -615,15 +617,19 @@ def _ended_with(
 
 def _late(
     rules: FormationRules,
+    state: Agreement,
     formation: Formation,
     present: Mapping[int, HostReport],
     ended_with: Mapping[int, int],
+    now_s: float,
 ) -> set[int]:
     """Returns the slices for whose processes the others have waited in vain before they trained.
 
-    One that hangs, or that leads the others and waits for NATS as long as it takes.
+    One that hangs, or that leads the others and waits for NATS as long as it takes. A meeting that
+    ends early has broken, with the process that led it.
     """
-    if not any(present[host].meets for host in ended_with):
+    gave_up = any(present[host].meets for host in ended_with)
+    if not gave_up or now_s - state.formed_s < rules.meet_s:
         return set()
     runs = (formation.number, "running")
     return {
@@ -725,7 +731,7 @@ def _ready(
 
 def _stays_out_s(strikes: int) -> float:
     """Returns for how long a slice with so many strikes stays out; 0 without any."""
-    return min(LONGEST_OUT_S, FIRST_OUT_S * 2.0 ** (strikes - 1)) if strikes else 0.0
+    return min(LONGEST_OUT_S, FIRST_OUT_S * 2.0 ** min(strikes - 1, 60)) if strikes else 0.0
 
 
 def _forming(
@@ -781,7 +787,7 @@ def _obeying(
             return state, (Finish(status),)
         return state, ()
     formation = state.me.formation
-    regroups = formation is not None and process.formation == formation.number
+    regroups = formation is not None and _ends(rules, state, formation, present, now_s)
     if process.phase != "running" and (state.me.over or (state.me.leaving and not regroups)):
         return state, (Finish(0),)
     rank = None if formation is None else _rank(rules, formation, state.me)
@@ -797,6 +803,24 @@ def _obeying(
     if process.phase == "running" and state.me.regroup == formation.number != state.asked:
         return replace(state, asked=formation.number), (AskToLeave(formation.number),)
     return state, ()
+
+
+def _ends(
+    rules: FormationRules,
+    state: Agreement,
+    formation: Formation,
+    present: Mapping[int, HostReport],
+    now_s: float,
+) -> bool:
+    """True while a formation in which this host's process has ended may still end for others.
+
+    A supervisor that ended before that would be taken for lost.
+    """
+    if state.me.process.formation != formation.number:
+        return False
+    runs = (formation.number, "running")
+    others = any(report.process[:2] == runs for report in present.values())
+    return others or now_s - state.ended_s < rules.silent_s
 
 
 def _was_left_behind(process: TrainingProcess, present: Mapping[int, HostReport]) -> bool:

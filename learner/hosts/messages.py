@@ -272,7 +272,7 @@ def unframe(data: bytes) -> HostMessage:
     """
     try:
         fields: dict[str, Any] = msgpack.unpackb(data, use_list=False)
-        version, kind = fields.pop("version"), fields.pop("kind")
+        version, kind = fields.pop("version"), str(fields.pop("kind"))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise WireError(
             Reason.MALFORMED, f"a host of this learner sends an invalid message: {error}"

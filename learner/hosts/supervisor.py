@@ -57,7 +57,7 @@ from diloco.learner.core.formation import (
     Kill,
 )
 from diloco.learner.core.handover import CheckpointId
-from diloco.learner.hosts.messages import PartAsked, Report, frame, read_message
+from diloco.learner.hosts.messages import MEET_S, PartAsked, Report, frame, read_message
 
 # Seconds between two reports to another supervisor.
 REPORT_S = 0.25
@@ -114,6 +114,7 @@ class _Supervisor:
             hosts=section.slice_hosts,
             least=section.min_slices,
             silent_s=section.silent_s,
+            meet_s=MEET_S,
         )
         part = names.checkpoint_part(section.host % section.slice_hosts, section.slice_hosts)
         assert section.checkpoint_dir is not None
