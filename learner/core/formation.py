@@ -164,12 +164,13 @@ class Begin(NamedTuple):
     Attributes:
         formation: its formation.
         rank: its number among the formation's training processes, from 0.
-        copy_from: the host from which to copy a newer part of a checkpoint before; None: none.
+        copy_from: the hosts that have a newer part of a checkpoint, which is to be copied before,
+            the one with the newest first.
     """
 
     formation: Formation
     rank: int
-    copy_from: int | None
+    copy_from: tuple[int, ...]
 
 
 class Kill(NamedTuple):
@@ -797,9 +798,9 @@ def _obeying(
         if formation is None or rank is None or process.formation > formation.number:
             return state, ()
         begun = TrainingProcess(formation.number, "running")
-        source = _source_of_checkpoint(rules, state.me, present)
+        sources = _sources_of_checkpoint(rules, state.me, present)
         state = replace(state, me=state.me._replace(process=begun))
-        return state, (Begin(formation, rank, source),)
+        return state, (Begin(formation, rank, sources),)
     if process.phase == "running" and state.me.regroup == formation.number != state.asked:
         return replace(state, asked=formation.number), (AskToLeave(formation.number),)
     return state, ()
@@ -850,19 +851,18 @@ def _rank(rules: FormationRules, formation: Formation, me: HostReport) -> int | 
     return rank if formation.boots[rank] == me.boot else None
 
 
-def _source_of_checkpoint(
+def _sources_of_checkpoint(
     rules: FormationRules, me: HostReport, present: Mapping[int, HostReport]
-) -> int | None:
-    """Returns the host with the newest part of a checkpoint that is also this host's part.
+) -> tuple[int, ...]:
+    """Returns the hosts with a newer part of a checkpoint that is also this host's part.
 
-    Hosts at the same place of their slices hold the same pieces. Returns None if this host has the
-    newest part itself.
+    Hosts at the same place of their slices hold the same pieces. The host with the newest is first.
     """
-    own = me.newest or (0, 0)
     having = [
-        (report.newest or (0, 0), -host)
+        (report.newest, -host)
         for host, report in present.items()
         if host % rules.hosts == me.host % rules.hosts
+        and report.newest is not None
+        and report.newest > (me.newest or (0, 0))
     ]
-    newest, host = max(having)
-    return -host if newest > own else None
+    return tuple(-host for _, host in sorted(having, reverse=True))

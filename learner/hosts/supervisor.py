@@ -253,10 +253,10 @@ class _Supervisor:
     async def _begin(self, action: Begin) -> None:
         """Starts a training process, and notes its end."""
         made = action.formation
-        if action.copy_from is not None:
+        for host in action.copy_from:
             async with self._copying:
-                if self._is_under_way(made):
-                    await self._copy_parts(action.copy_from)
+                if not self._is_under_way(made) or await self._copy_parts(host):
+                    break
         if self._child is not None:  # It was killed.
             await self._child.process.wait()
         if not self._is_under_way(made):
@@ -532,8 +532,11 @@ class _Supervisor:
         writer.write(bytes(8))
         await within(CALL_S, writer.drain())
 
-    async def _copy_parts(self, host: int) -> None:
-        """Copies the parts of another host; without them, an older checkpoint is taken."""
+    async def _copy_parts(self, host: int) -> bool:
+        """Copies the parts of another host; returns whether all have come.
+
+        Without them all slices take an older checkpoint.
+        """
         copied, count = self._folder / "copied", 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -553,8 +556,9 @@ class _Supervisor:
             self._logger.warning("part_not_copied", source=host, error=str(error))
             with contextlib.suppress(OSError):
                 copied.unlink()
-        if count:
-            self._logger.info("parts_copied", source=host, count=count)
+            return False
+        self._logger.info("parts_copied", source=host, count=count)
+        return True
 
     async def _receive(self, reader: asyncio.StreamReader, left: int, into: Path) -> None:
         """Writes the next `left` bytes to a file.

@@ -615,7 +615,7 @@ def test_a_new_host_copies_the_newest_checkpoint_of_its_place():
             state, leaving=False, address=f"h:{host}", newest=newest, trains=False, meets=False
         )
         reports[host] = state
-    for host, source in enumerate([2, 3, None, None, 2, 3]):
+    for host, sources in enumerate([(2,), (3,), (), (), (2, 0), (3, 1)]):
         state = reports[host]
         for other, known in reports.items():
             if other != host:
@@ -630,7 +630,7 @@ def test_a_new_host_copies_the_newest_checkpoint_of_its_place():
         if host:
             state = formation.heard(state, leader.me, 0.0, called=True)
         _, (begun,) = formation.decide(rules, state, 0.0)
-        assert (begun.rank, begun.copy_from) == (host, source)
+        assert (begun.rank, begun.copy_from) == (host, sources)
 
 
 def most_that_reach_each_other(world):

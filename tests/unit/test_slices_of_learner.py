@@ -293,19 +293,30 @@ def test_a_part_is_copied_from_a_supervisor_that_knows_the_secret(tmp_path):
     assert parts(asyncio.run(copied())) == [(7, 30), (7, 20)]
 
 
-def test_parts_that_end_early_are_told_of(tmp_path, capsys):
-    peers = tuple(f"{LOOPBACK}:{free_port()}" for _ in range(2))
+def test_a_part_that_is_cut_short_is_copied_from_another_slice(tmp_path, capsys):
+    peers = tuple(f"{LOOPBACK}:{free_port()}" for _ in range(4))
 
     async def scenario():
-        here, there = (supervisor_of(tmp_path, peers, host) for host in (0, 1))
+        here, there, other = (supervisor_of(tmp_path, peers, host) for host in range(3))
 
         async def denied(_writer):
             raise PermissionError("a part that this user may not read")
 
         there._send_parts = denied
-        server = await there._listen()
-        await here._copy_parts(1)
-        server.close()
+        write_part(other._folder, 7, 30)
+        servers = [await there._listen(), await other._listen()]
+        made = Formation(MOST_HOSTS, (0, 1), ("",) * 4, f"{LOOPBACK}:3")
+        process = TrainingProcess(made.number, "running")
+        here._state = replace(here._state, me=here._state.me._replace(process=process))
+        # It would start a training process then.
+        here._child = SimpleNamespace(process=SimpleNamespace(wait=asyncio.Event().wait))
+        begins = asyncio.ensure_future(here._begin(Begin(made, 0, (1, 2))))
+        async with asyncio.timeout(60.0):
+            while supervisor.newest_part(here._folder) is None:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+        await cancel(begins)
+        for server in servers:
+            server.close()
 
     asyncio.run(scenario())
     assert "part_not_copied" in capsys.readouterr().out
@@ -355,7 +366,7 @@ def test_a_part_is_not_copied_twice_at_once(tmp_path):
             process = TrainingProcess(number, "running")
             me = here._state.me._replace(process=process, formation=made)
             here._state = replace(here._state, me=me)
-            tasks.start(here._begin(Begin(made, 0, 1)))
+            tasks.start(here._begin(Begin(made, 0, (1,))))
             await asyncio.sleep(0.1)
         await second.wait()
         await tasks.stop()
@@ -487,7 +498,7 @@ def test_the_workers_of_a_training_process_end_with_it(tmp_path, monkeypatch):
     made = Formation(MOST_HOSTS, (0, 1), ("one", "other"), f"{LOOPBACK}:3")
     process = TrainingProcess(MOST_HOSTS, "running")
     here._state = replace(here._state, me=here._state.me._replace(process=process, formation=made))
-    asyncio.run(here._begin(Begin(made, 0, None)))
+    asyncio.run(here._begin(Begin(made, 0, ())))
     assert here._state.me.process == (MOST_HOSTS, "ended", formation.ABORTED)
     with contextlib.suppress(psutil.NoSuchProcess):
         left = psutil.Process(int(worker.read_text()))

@@ -25,7 +25,7 @@ async def begin():
     here = _Supervisor(config, "a", ())
     me = here._state.me._replace(process=TrainingProcess(made.number, "running"))
     here._state = dataclasses.replace(here._state, me=me, asked=asked)
-    await here._begin(Begin(made, 0, None))
+    await here._begin(Begin(made, 0, ()))
     return here._state.me.process.status
 
 status = asyncio.run(begin())
