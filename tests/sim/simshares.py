@@ -66,6 +66,8 @@ class Batches:
             self._said[learner].append(_Said(0, position))
         # Lives that go on with what the life before had not sent.
         self._going_on: set[tuple[str, int]] = set()
+        # Where lives go on whose life before ended in order, which freed its share.
+        self._freed: set[tuple[str, int, int]] = set()
         self._newest: dict[str, int] = {}
         # By life, and of the life before each, the fragments whose modules it does not hold.
         self._lacks: dict[tuple[str, int], Collection[int]] = {}
@@ -95,6 +97,8 @@ class Batches:
             hold(position <= last + 1, "batches", about, f"begins at {position}, it had {last}")
             ours = {at: batch for at, batch in trained.items() if at < position}
             self._trained[life.learner, life.incarnation] = ours
+            if (life.learner, before) in self._left:
+                self._freed.add((life.learner, life.incarnation, position))
 
     def train(self, life: Life, position: int, holding: Holding) -> None:
         """Checks the batch, at this data position, on which a life begins a step."""
@@ -106,7 +110,8 @@ class Batches:
         hold(not ended, "batches", about, f"trains batch {number} of {holding} behind its end")
         known = self._trained[life.learner, life.incarnation]
         before = known.get(position - 1)
-        if before is not None and before[0] != share:
+        freed = (life.learner, life.incarnation, position) in self._freed
+        if before is not None and before[0] != share and not freed:
             unread = self._reached[before[0]] < self._sizes.batches
             hold(not unread, "batches", about, f"leaves share {before[0]} behind batch {before[1]}")
         skipped = number > self._reached[share]

@@ -2,7 +2,8 @@
 
 A claim counts if, when the tape stored it, its life had begun and not ended, the share was free,
 and all shares of earlier epochs of the data were claimed. When a life ends, the batches of its
-shares that it has not reached become free.
+shares that it has not reached become free. Those that it has reached stay its learner's, whose next
+life may go on with its unsent work.
 """
 
 from collections import defaultdict
@@ -53,6 +54,8 @@ class Shares:
         self._lives: dict[str, int] = {}
         self._ended: dict[str, int] = {}
         self._held: dict[str, list[_ReadShare]] = defaultdict(list)
+        # What lives that have ended had reached.
+        self._done: dict[str, list[_ReadShare]] = defaultdict(list)
         self._reached: dict[str, int] = defaultdict(int)
         # By share, the number of its batches that are claimed; all of them while a learner has it.
         self._given: dict[int, int] = defaultdict(int)
@@ -65,7 +68,7 @@ class Shares:
         match body:
             case wire.Claim():
                 self._claim(body, seq)
-            case wire.Manifest() if self._held[body.learner]:
+            case wire.Manifest() if self._held[body.learner] or self._done[body.learner]:
                 yield from self._manifest(body, seq)
 
     def _claim(self, claim: wire.Claim, seq: int) -> None:
@@ -101,6 +104,8 @@ class Shares:
         for held in self._held[name]:
             done = min(max(position, held.start), held.stop) - held.start
             self._given[held.share] = held.first + done
+            if done:
+                self._done[name].append(held._replace(stop=held.start + done))
             ended = True
         self._held[name] = []
         self._reached[name] = position if ended else max(position, self._reached[name])
@@ -113,7 +118,7 @@ class Shares:
                 held.first + max(start, held.start) - held.start,
                 held.first + min(manifest.position, held.stop) - held.start,
             )
-            for held in self._held[manifest.learner]
+            for held in (*self._done[manifest.learner], *self._held[manifest.learner])
             if max(start, held.start) < min(manifest.position, held.stop)
         ]
         count = sum(span.stop - span.first for span in covered)
