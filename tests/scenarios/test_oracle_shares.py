@@ -61,6 +61,13 @@ def test_an_update_of_batches_that_nobody_was_given_is_named() -> None:
     assert findings(*BEGUN, update(7, 1, 4, 12))[1] == [("steps", 2, 4)]
 
 
+@pytest.mark.parametrize(("steps", "expected"), [(4, []), (5, [("steps", 4, 5)])])
+def test_what_an_ended_life_had_trained_may_be_sent_behind_its_end(steps, expected) -> None:
+    """By the next life, which goes on with its unsent work; the rest of the share is others'."""
+    story = (*BEGUN, claim(7, what="end", position=4), update(8, 1, steps, steps))
+    assert findings(*story)[1] == expected
+
+
 def test_what_the_run_declares_no_first_claim_changes() -> None:
     run = RunSection(name="lab", steps=1, data_shares=2, share_batches=10)
     begun = claim(5, what="begin", batches=HUGE), claim(6, what="begin"), claim(7)
