@@ -384,8 +384,8 @@ def _linked(
 ) -> tuple[int, ...]:
     """Returns slices of `numbers` whose hosts all call each other, ascending.
 
-    Leaves out the slice that fits with the fewest others, again and again: few more would do only
-    where several links are cut at once.
+    Leaves out the slice that fits with the fewest others, until all fit. If several links are cut,
+    there may be a larger set, which would take too long to search for among many slices.
     """
     hosts = {number: rules.hosts_of(number) for number in numbers}
     there = sum(1 << host for found in hosts.values() for host in found)
