@@ -180,6 +180,12 @@ class ExpiredError(DilocoError):
     status = Exit.PASSING
 
 
+class ReadFurtherError(DilocoError):
+    """An earlier process of this learner ended its claims of data after this one had joined."""
+
+    status = Exit.PASSING
+
+
 class HostLostError(DilocoError):
     """A host of this learner is gone; the learner's other hosts cannot train without it."""
 

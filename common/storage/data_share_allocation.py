@@ -157,6 +157,14 @@ class Holdings:
         """Returns the names of the learners that hold at least one share."""
         return tuple(name for name, one in self._learners.items() if one.held)
 
+    def first_position(self, learner: str) -> int:
+        """Returns the first position at which a learner's data is, or can become, its own.
+
+        The data before that position was read by lives that have ended.
+        """
+        known = self._learners.get(learner, _LearnerHoldings())
+        return known.held[0].position if known.held else known.least
+
     def next_position(self, learner: str) -> int:
         """Returns the earliest position at which a learner's next holding can begin."""
         known = self._learners.get(learner, _LearnerHoldings())

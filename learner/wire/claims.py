@@ -23,6 +23,7 @@ from diloco.common.protocol.errors import (
     AccessDeniedError,
     DilocoError,
     NewTapeError,
+    ReadFurtherError,
     RunMismatchError,
     SubjectUntakenError,
     WireError,
@@ -196,6 +197,7 @@ class Claims(GrantedShares):
         learner, granted = self._context.learner, 0
         self._check_tape(await self._say(sizes, "begin", self._position))
         self._check(sizes)
+        self._check_place()
         while True:
             held = self._holdings.of(learner)
             for holding in held[granted:]:
@@ -244,6 +246,24 @@ class Claims(GrantedShares):
                 f"this learner divides an epoch of its data into {sizes.shares} shares of"
                 f" {sizes.batches} batches, the run into {theirs.shares} of {theirs.batches}",
                 hint="give all learners the same examples, batch and number of shares",
+            )
+
+    def _check_place(self) -> None:
+        """Checks that this life's data begins where, or after, its learner's claims do.
+
+        After this life's first message no other process can change these.
+
+        Raises:
+            ReadFurtherError: batches from this life's position on are in shares that its learner
+                has given up; this life would wait for them for ever.
+        """
+        first = self._holdings.first_position(self._context.learner)
+        if first > self._position:
+            raise ReadFurtherError(
+                f"an earlier process of learner {self._context.learner!r} has read its data up to"
+                f" batch {first}, and said so after this one, which begins at {self._position}, had"
+                " joined",
+                hint="start this process again; let no two processes have one learner's name",
             )
 
     async def _publish(self, subject: str, payload: bytes, msg_id: str) -> int:

@@ -1,6 +1,8 @@
 """The position at which a learner's data resumes: after all batches that it reported on the tape.
 
-A learner's updates and leaves report its position.
+A learner's updates and leaves report its position, and so do the ends of its claims. A life that
+leaves unsent work in a snapshot ends its claims behind that work. If the next life cannot go on
+with the snapshot, these batches are lost: others may have claimed what follows in their shares.
 """
 
 import contextlib
@@ -10,8 +12,8 @@ from typing import NamedTuple
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import WireError
 from diloco.common.storage.bus import Message
-from diloco.common.storage.data_share_allocation import lost_batches
-from diloco.common.storage.tape import data_reached, decode_as
+from diloco.common.storage.data_share_allocation import Holdings, declared_sizes, lost_batches
+from diloco.common.storage.tape import data_reached, decode_as, messages_up_to
 from diloco.learner.background import Context
 from diloco.learner.core.carry import Carried, carried
 from diloco.learner.core.events import Start, SyncRules
@@ -68,6 +70,8 @@ class ResumePosition(NamedTuple):
         """
         if facts.incarnation != life.before or len(facts.unsent) != len(starts):
             return None
+        if facts.position < self.position:
+            return None  # The life has ended its claims behind later work.
         announced = [
             seq if incarnation == facts.incarnation else 0 for incarnation, seq in self.announced
         ]
@@ -104,12 +108,25 @@ async def place_after_join(context: Context, incarnation: int) -> ResumePosition
         return newest[subject]
 
     reached = await data_reached(context, context.learner, last)
-    position = max(reached.values())
+    position = max(*reached.values(), await _claimed_from(context))
     count = len(context.layout.fragments)
     lost = lost_batches(position, reached, count)
     subjects = (names.update(context.run, context.learner, fragment) for fragment in range(count))
     announced = tuple(_number_of(subject, newest[subject], incarnation) for subject in subjects)
     return ResumePosition(position, lost if any(lost) else (), announced)
+
+
+async def _claimed_from(context: Context) -> int:
+    """Returns the position from which on this learner's shares of the data are its own."""
+    newest = await _last(context, names.claim(context.run, context.learner))
+    holdings = Holdings(declared_sizes(context.settings))
+    if newest is not None:
+        subjects = [names.claim(context.run, "*")]
+        async for message in messages_up_to(context, subjects, newest.seq):
+            with contextlib.suppress(WireError):
+                claim = decode_as(wire.Claim, message.subject, message.payload)
+                holdings.apply_claim(claim, message.seq)
+    return holdings.first_position(context.learner)
 
 
 def _number_of(subject: str, message: Message | None, incarnation: int) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from diloco.common.protocol.errors import (
     AccessDeniedError,
     DilocoError,
     IntegrityError,
+    ReadFurtherError,
     RunIncompleteError,
     RunMismatchError,
     WireError,
@@ -200,6 +201,8 @@ class Actor:
             self.world.tail_lost and isinstance(error, DilocoError)
         ):
             return True
+        if isinstance(error, ReadFurtherError):
+            return True  # The twin before this process has ended late.
         if self.starting:
             return isinstance(error, RunMismatchError) or getattr(error, "retry", False)
         return self.outlived and isinstance(error, DilocoError)

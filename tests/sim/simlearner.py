@@ -319,7 +319,7 @@ class SimLearner:
     ) -> None:
         world, meter, loop = self.world, synchronizer.meter, self.world.loop
         meter.step_time_s = self.step_s
-        then = "step"
+        then, first = "step", True
         while then != "end":
             if then == "hold":
                 await asyncio.sleep(HOLD_S)
@@ -336,6 +336,8 @@ class SimLearner:
             synchronizer.position += 1
             self.steps += 1
             world.steps += 1
+            world.first_steps += first
+            first = False
             meter.local_step += 1
             meter.tokens += self.tokens_per_step
             synchronizer.losses.stepped(None, 1.0)

@@ -283,16 +283,20 @@ class Scenario:
             await asyncio.sleep(RETURNS_S)
 
     async def _check_paused(self, rng: random.Random) -> None:
-        """Checks, without faults, that no learner takes a step during a pause; then ends the pause."""
+        """Checks, without faults, that a pause holds every learner; then ends the pause.
+
+        A life that begins meanwhile stops at its first step boundary, behind one step.
+        """
         world, at = self.world, self.operator
         held, epoch = await at.command(at.hold, rng), world.epoch
         await asyncio.sleep(SUPERSEDED_S)
-        before = world.steps
+        before = world.steps - world.first_steps
         await asyncio.sleep(PAUSED_S)
         # A run that was resumed from a checkpoint before the pause is not paused.
         stays = held and world.epoch == epoch and not world.checkers.stopped
-        if stays and world.steps > before:
-            what = f"{world.steps - before} steps of a run that is paused"
+        more = world.steps - world.first_steps - before
+        if stays and more:
+            what = f"{more} steps of a run that is paused"
             world.fail(Violation("paused", "learners", what))
         await at.command(at.let_go, rng)
         proceeds = False

@@ -73,6 +73,9 @@ class Batches:
         self._lacks: dict[tuple[str, int], Collection[int]] = {}
         self._lacked: dict[tuple[str, int], Collection[int]] = {}
         self._expiries: set[int] = set()
+        # Of each learner, the ends of its claims that count; and the newest life with any claim.
+        self._ends: defaultdict[str, list[_Said]] = defaultdict(list)
+        self._claims: dict[str, int] = {}
 
     # Learners
 
@@ -83,11 +86,14 @@ class Batches:
         which is no further than that life has trained.
         """
         said = self._before(life.learner, life.incarnation)
-        expected = max((one.position for one in said), default=0)
+        ends = [one for one in self._ends[life.learner] if one.seq < life.incarnation]
+        expected = max((one.position for one in (*said, *ends)), default=0)
+        # It may have read ends of a process that is still there.
+        late = [one.position for one in self._ends[life.learner] if one.position > expected]
         what = f"begins at {position}, its learner's work ends at {expected}"
         about = f"{life.learner} {life.incarnation}"
         if not before:
-            hold(position == expected, "batches", about, what)
+            hold(position in (expected, *late), "batches", about, what)
             return
         hold(position >= expected, "batches", about, what)
         self._going_on.add((life.learner, life.incarnation))
@@ -158,6 +164,10 @@ class Batches:
         """Checks the position of an end, and the number of lost batches that a message states."""
         if word.what == "claim" or not same_tape(word.incarnation, seq):
             return
+        if word.incarnation >= self._claims.get(word.learner, 0):
+            self._claims[word.learner] = word.incarnation
+            if word.what == "end":
+                self._ends[word.learner].append(_Said(seq, word.position, ()))
         if word.what == "end":
             self._injected["expiry"] += word.incarnation in self._expiries
             self._check_end(word.learner, word.incarnation, word.position)

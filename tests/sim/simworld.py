@@ -119,6 +119,8 @@ class World:
         self.full_until_s = {"bus": 0.0, "store": 0.0}
         self.delivered = 0
         self.steps = 0
+        # Steps that are the first of their lives.
+        self.first_steps = 0
         # Seconds by which each machine's wall clock was set; they stay when its processes restart.
         self.set_by_s: defaultdict[str, float] = defaultdict(float)
         self.trace: deque[tuple[float, str, str, str]] | None = (

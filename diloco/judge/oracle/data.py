@@ -162,7 +162,7 @@ class Data:
                     yield life.update(seq), waiting
 
     def take(self, body: wire.Body, seq: int) -> Iterator[Violation]:
-        """Takes a join, leave, manifest or quarantine at stream sequence `seq`.
+        """Takes a join, leave, claim, manifest or quarantine at stream sequence `seq`.
 
         Messages of lives of another tape are ignored.
         """
@@ -171,6 +171,9 @@ class Data:
                 self._learners[body.learner].join(seq, body.holds)
             case wire.Leave() if same_tape(body.incarnation, seq):
                 self._leave(body, seq)
+            case wire.Claim(what="end") if same_tape(body.incarnation, seq):
+                # Unsent work before that position may be in a snapshot.
+                self._say(body.learner, body.incarnation, body.position, ())
             case wire.Manifest() if body.epoch == self._epoch:
                 yield from self._manifest(body, seq)
             case wire.Quarantine():

@@ -112,10 +112,8 @@ class Oracle:
         for chain in self.chains:
             chain.hear(entry)
         match body:
-            case wire.Join() | wire.Leave() | wire.Manifest() | wire.Quarantine():
+            case wire.Join() | wire.Leave() | wire.Claim() | wire.Manifest() | wire.Quarantine():
                 yield from self.data.take(body, seq)
-                yield from self.shares.take(body, seq)
-            case wire.Claim():
                 yield from self.shares.take(body, seq)
             case wire.Record():
                 yield from self._record(body, seq)
