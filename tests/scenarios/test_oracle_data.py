@@ -63,6 +63,26 @@ def test_but_nowhere_else(begins_at):
     assert findings(story) == [((7, 8), begins_at)]
 
 
+@pytest.mark.parametrize(
+    ("begins_at", "found"), [(8, []), (4, [((8, 8), 4)]), (9, [((8, 8), 9)])]
+)
+def test_a_life_begins_behind_the_end_of_its_learners_claims(begins_at, found):
+    """Or goes on with what the life before had not sent, as a life of four batches with 12 does."""
+    ended = wire.Claim(
+        run="lab", learner="a", incarnation=4, what="end", shares=2, batches=9, share=0, first=0,
+        position=8, lost=(),
+    )  # fmt: skip
+    story = [
+        (4, join()),
+        (5, update(4, 1, 3, 3)),
+        (6, ended),
+        (7, join()),
+        (8, update(7, 1, 4, begins_at + 4)),
+    ]
+    assert findings(story) == found
+    assert findings([*story[:-1], (8, update(7, 1, 9, 12))]) == []
+
+
 @pytest.mark.parametrize(("merged", "most"), [(4, 56), (5, 48), (0, 48)])
 def test_it_knows_which_version_has_the_update_before(merged, most):
     """A gap behind an update that was rejected, or is in a later version only, is none of a blend."""

@@ -3,17 +3,17 @@
 import asyncio
 
 import pytest
-from test_incarnation import made
+from test_incarnation import made, specification
 
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.errors import BusError, NewTapeError
+from diloco.common.protocol.errors import BusError, NewTapeError, ReadFurtherError
 from diloco.common.protocol.sequences import first_sequence
 from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.data_share_allocation import Sizes
 from diloco.learner.background import Background
 from diloco.learner.wire.claims import Claims
 from diloco.learner.wire.incarnation import Membership, join
-from diloco.learner.wire.resume_position import ResumePosition
+from diloco.learner.wire.resume_position import ResumePosition, place_after_join
 
 SIZES = Sizes(3, 4)
 # Seconds after which a learner that waits is taken to wait for ever.
@@ -90,5 +90,58 @@ def test_a_life_whose_join_is_not_on_the_tape_claims_nothing(run_async, joined_s
         log = bus.broker.stream("diloco-r").log.values()
         said = [wire.decode(wire.Claim, m.payload).what for m in log if ".claim." in m.subject]
         assert said == ["begin"]
+
+    run_async(scenario())
+
+
+def said(life, what, position, share=0):
+    word = wire.Claim(
+        run="r", learner="learner-0", incarnation=life.incarnation, what=what, shares=SIZES.shares,
+        batches=SIZES.batches, share=share, first=0, position=position, lost=(),
+    )  # fmt: skip
+    return names.claim("r", "learner-0"), wire.encode(word)
+
+
+def test_a_life_begins_behind_the_claims_that_its_learner_has_ended(run_async):
+    """With unsent work in a snapshot that the next life does not have."""
+
+    async def scenario():
+        bus = MemoryBus()
+        context = await made(bus)
+        await bus.publish(names.spec("r"), wire.encode(specification(context)))
+        life = await join(context, "here")
+        for word in (("begin", 0), ("claim", 0), ("claim", 4, 1), ("end", 6)):
+            await bus.publish(*said(life, *word))
+        second = await join(context, "here")
+        place = await place_after_join(context, second.incarnation)
+        # Nor does a third life, if the second has claimed and sent nothing.
+        for word in (("begin", 6), ("claim", 6, 2)):
+            await bus.publish(*said(second, *word))
+        third = await join(context, "here")
+        return place, await place_after_join(context, third.incarnation)
+
+    for place in run_async(scenario()):
+        assert (place.position, place.lost) == (6, (6, 6))
+
+
+def test_a_life_does_not_wait_for_batches_that_another_process_has_given_up(run_async):
+    """That process joined before, and ended its claims once this one had read the tape."""
+
+    async def scenario():
+        bus = MemoryBus()
+        context = await made(bus)
+        before = await join(context, "there")
+        life = await join(context, "here")
+        for word in (("begin", 0), ("claim", 0), ("end", 3)):
+            await bus.publish(*said(before, *word))
+        background = Background(asyncio.get_running_loop())
+        claims = Claims(
+            context, lambda: False, life, ResumePosition(2, ()), background=background,
+            told=lambda *_: None,
+        )  # fmt: skip
+        claims.divide(SIZES)
+        with pytest.raises(ReadFurtherError, match="up to batch 3, and said so after this one"):
+            await asyncio.wait_for(asyncio.to_thread(claims.at, 2), PATIENCE_S)
+        await asyncio.to_thread(background.close)
 
     run_async(scenario())

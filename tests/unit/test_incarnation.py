@@ -61,6 +61,13 @@ async def made(bus):
     return make_context(bus)
 
 
+def specification(context):
+    return wire.Specification(
+        run="r", epoch=0, positions={}, layout="0" * 32, settings=context.settings.model_dump(),
+        constants=None, created_at_s=1.0, positions_object=None,
+    )  # fmt: skip
+
+
 async def ends(context, life):
     """Whether this life ends by itself, given all the time it needs."""
     watch = asyncio.ensure_future(end_when_superseded(context, life))
@@ -169,12 +176,7 @@ def test_what_a_superseded_life_sends_late_moves_no_data_position(run_async, lat
     async def scenario():
         bus = Flaky()
         context = await made(bus)
-        settings = context.settings
-        spec = wire.Specification(
-            run="r", epoch=0, positions={}, layout="0" * 32, settings=settings.model_dump(),
-            constants=None, created_at_s=1.0, positions_object=None,
-        )  # fmt: skip
-        await bus.publish(names.spec("r"), wire.encode(spec))
+        await bus.publish(names.spec("r"), wire.encode(specification(context)))
         subject = names.update("r", "learner-0", 0)
         first = await join(context, "here")
         await bus.publish(subject, wire.encode(manifest(first, position=8)))
@@ -204,11 +206,7 @@ def test_a_replica_that_is_behind_takes_no_data_position_back(run_async):
     async def scenario():
         bus = Behind()
         context = await made(bus)
-        spec = wire.Specification(
-            run="r", epoch=0, positions={}, layout="0" * 32,
-            settings=context.settings.model_dump(), constants=None, created_at_s=1.0, positions_object=None,
-        )  # fmt: skip
-        await bus.publish(names.spec("r"), wire.encode(spec))
+        await bus.publish(names.spec("r"), wire.encode(specification(context)))
         life = await join(context, "here")
         for position in (8, 16):
             announced = wire.encode(manifest(life, position=position))
