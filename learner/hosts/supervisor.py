@@ -18,6 +18,9 @@ The inner optimizer passes from slice to slice by checkpoints: hosts at the same
 slices have the same part of each. Before a training process begins, its supervisor copies the
 parts of another slice, if its own newest is older: of the newest checkpoint another host of that
 slice may have no part.
+
+While a training process trains, a spare process imports what the next one needs
+(`diloco/spare.py`), and becomes that one.
 """
 
 import asyncio
@@ -34,7 +37,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from asyncio.subprocess import Process
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,7 +109,7 @@ def supervise(config: Config, learner: str, arguments: Iterable[str]) -> int:
 class _Child(NamedTuple):
     """A training process, and the number of its formation."""
 
-    process: asyncio.subprocess.Process
+    process: Process
     formation: int
 
 
@@ -134,6 +146,9 @@ class _Supervisor:
         self._served: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._signals = 0
         self._child: _Child | None = None
+        # A process that has imported all, and the last formation beside which one was started.
+        self._spare: Process | None = None
+        self._spared = 0
         self._copying = asyncio.Lock()
         self._warned: set[tuple[str, str]] = set()
         self._killed = 0  # The formation whose training process this supervisor has killed.
@@ -152,6 +167,7 @@ class _Supervisor:
                 if host != self._section.host:
                     tasks.start(self._report_to(host))
             tasks.start(self._decide_again_and_again(tasks))
+            tasks.start(self._keep_spare())
             tell(self._manager, READY="1")
             failing = asyncio.ensure_future(tasks.failure())
             ends: list[asyncio.Future[Any]] = [failing, self._finished]
@@ -165,6 +181,7 @@ class _Supervisor:
                 server.close()
                 self._kill()
                 await tasks.stop()
+                await self._end_spare()
                 if self._finished.done() and not self._finished.result() and not self._signals:
                     tell(self._manager, STATUS="left: run ended")
                 for writer in self._served.values():
@@ -272,11 +289,9 @@ class _Supervisor:
         place["formation"] = ",".join(map(str, made.slices))
         variables = {f"DILOCO_LEARNER_{key.upper()}": value for key, value in place.items()}
         variables |= _joining_tpus(made, action.rank // self._rules.hosts)
-        started = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "diloco", *self._arguments, *options),
-            env=environment_with({**variables, **self._words.environment()}),
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
+        started = await self._start(
+            [*self._arguments, *options],
+            environment_with({**variables, **self._words.environment()}),
         )
         child = self._child = _Child(started, made.number)
         if not self._is_under_way(made):  # It ended while the process was started.
@@ -304,6 +319,35 @@ class _Supervisor:
             trains=False,
             meets=self._words.meets,
         )
+
+    async def _start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Process:
+        """Returns a process that runs `diloco` with these arguments: the spare one, if there is."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.returncode is None:
+            assert spare.stdin is not None
+            spare.stdin.write(json.dumps([arguments, environment]).encode())
+            spare.stdin.close()
+            return spare
+        return await _python("diloco", *arguments, env=environment)
+
+    async def _keep_spare(self) -> None:
+        """Starts a spare process beside each training process that trains; never returns."""
+        while True:
+            child = self._child
+            if child is not None and child.formation != self._spared and self._words.trains:
+                self._spared = child.formation
+                await self._end_spare()
+                self._spare = await _python(
+                    "diloco.spare", env=environment_with({}), stdin=asyncio.subprocess.PIPE
+                )
+            await asyncio.sleep(REPORT_S)
+
+    async def _end_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            with contextlib.suppress(ProcessLookupError):
+                spare.kill()
+            await spare.wait()
 
     def _is_under_way(self, made: formation.Formation) -> bool:
         """True if this host's training process is still to run in a formation."""
@@ -741,6 +785,16 @@ def _joining_tpus(made: formation.Formation, place: int) -> dict[str, str]:
         "MEGASCALE_NUM_SLICES": str(len(made.slices)),
         "MEGASCALE_SLICE_ID": str(place),
     }
+
+
+def _python(module: str, *arguments: str, **how: Any) -> Awaitable[Process]:
+    """Starts a process that runs a module, and dies with this one; `how` as of a subprocess."""
+    return asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", module, *arguments),
+        start_new_session=True,
+        preexec_fn=_die_with_parent,
+        **how,
+    )
 
 
 def _nonce() -> bytes:

@@ -31,6 +31,7 @@ from diloco.common.process.config.environment import (
     is_journal,
     keep_off_accelerators,
     keep_offline,
+    replace_environment,
     service_manager,
     storage_emulator,
     store_emulator,

@@ -125,6 +125,12 @@ def environment_with(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {key: value for key, value in merged.items() if value is not None}
 
 
+def replace_environment(variables: Mapping[str, str]) -> None:
+    """Gives this process an environment of these variables alone."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
 def _asked_for() -> str | None:
     return _Platforms.found if _Platforms.pinned else os.environ.get("JAX_PLATFORMS")
 
