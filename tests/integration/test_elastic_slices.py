@@ -8,6 +8,7 @@ import signal
 import statistics
 import time
 from datetime import datetime
+from pathlib import Path
 
 import jax
 import psutil
@@ -60,7 +61,13 @@ def again(world, process):
 def training(process) -> list[psutil.Process]:
     """The training process of a supervisor, if it has one."""
     children = psutil.Process(process.pid).children()
-    return [child for child in children if "stderr_lines" not in " ".join(child.cmdline())]
+    return [one for one in children if "stderr_lines" not in " ".join(one.cmdline()) if told(one)]
+
+
+def told(child: psutil.Process) -> bool:
+    """Whether a process is no spare one that still waits."""
+    waits = Path(f"/proc/{child.pid}/fd/0")
+    return "diloco.spare" not in child.cmdline() or not os.readlink(waits).startswith("pipe")
 
 
 def newest(world, subject):
@@ -138,7 +145,10 @@ def goes_on_and_takes_back(world, said):
     hosts[0].kill()
     world.until(lambda: not lost.is_running(), "its training process is gone too")
     until_merged_by(world, 1)
-    assert "MEGASCALE_NUM_SLICES" not in training(hosts[1])[0].environ()
+    # It had imported all before, with the variables of no formation.
+    (spare,) = training(hosts[1])
+    assert "diloco.spare" in spare.cmdline()
+    assert "MEGASCALE_NUM_SLICES" not in spare.environ()
     # It had compiled the step of one slice before, and has kept what it compiled as rank 1.
     assert steps_compiled(world, host=1) == compiled
     hosts[0] = again(world, hosts[0])
@@ -224,7 +234,11 @@ def of_slices(run):
     return [one for one in run.alerts if one.runbook == FEWER_SLICES]
 
 
-# Further ones by TESTS_FAULTS=100; on 2 cores each takes about half a minute.
+# Further ones by TESTS_FAULTS=16 and other seeds; on 2 cores each takes about half a minute. In one
+# run of a hundred, a slice that was struck nine times would stay out for five minutes, by design.
+FAULTS = int(os.environ.get("TESTS_FAULTS", "4"))
+# Chips leave most of a host's processors free: so does a task that waits.
+FREE = {"options": {"notes": "notes", "sleep_s": 0.25}}
 # Of a run that is compared with one without faults: some minutes.
 STEPS = 960
 LONG = {
@@ -232,15 +246,16 @@ LONG = {
     "gc": WHOLE,
     "task": {"options": {"notes": "notes", "sleep_s": 0.05}},
 }
-FAULTS = int(os.environ.get("TESTS_FAULTS", "4"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 * FAULTS + 600)
-@pytest.mark.parametrize(("slices", "hosts", "keep_batch"), [(2, 2, True), (4, 1, False)])
+@pytest.mark.parametrize(
+    ("slices", "hosts", "keep_batch"), [(2, 2, True), (4, 1, False), (4, 2, False)]
+)
 def test_any_host_may_be_lost_at_any_moment(new_world, slices, hosts, keep_batch, capsys):
     """By a seed: a process killed or hung, a machine lost, cut off for a while, or asked to end."""
-    world = new_world(run=ENDLESS, gc=WHOLE)
+    world = new_world(run=ENDLESS, gc=WHOLE, task=FREE)
     world.aggregator()
     processes = start(world, slices, hosts, keep_batch=keep_batch)
     rng, pauses, parts = random.Random(int(os.environ.get("TESTS_SEED", "1"))), [], []
