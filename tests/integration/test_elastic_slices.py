@@ -67,7 +67,7 @@ def training(process) -> list[psutil.Process]:
 def told(child: psutil.Process) -> bool:
     """Whether a process is no spare one that still waits."""
     waits = Path(f"/proc/{child.pid}/fd/0")
-    return "diloco.spare" not in child.cmdline() or not os.readlink(waits).startswith("pipe")
+    return "diloco.spare" not in child.cmdline() or not str(waits.readlink()).startswith("pipe")
 
 
 def newest(world, subject):
@@ -257,9 +257,7 @@ def test_any_host_may_be_lost_at_any_moment(new_world, slices, hosts, keep_batch
     """By a seed: a process killed or hung, a machine lost, cut off for a while, or asked to end."""
     world = new_world(run=ENDLESS, gc=WHOLE, task=FREE)
     world.aggregator()
-    processes = start(
-        world, slices, hosts, keep_batch=keep_batch, compilation_cache_dir="programs"
-    )
+    processes = start(world, slices, hosts, keep_batch=keep_batch, compilation_cache_dir="programs")
     rng, pauses, parts = random.Random(int(os.environ.get("TESTS_SEED", "1"))), [], []
     until_merged_by(world, slices)
     for _ in range(FAULTS):

@@ -63,9 +63,7 @@ def test_but_nowhere_else(begins_at):
     assert findings(story) == [((7, 8), begins_at)]
 
 
-@pytest.mark.parametrize(
-    ("begins_at", "found"), [(8, []), (4, [((8, 8), 4)]), (9, [((8, 8), 9)])]
-)
+@pytest.mark.parametrize(("begins_at", "found"), [(8, []), (4, [((8, 8), 4)]), (9, [((8, 8), 9)])])
 def test_a_life_begins_behind_the_end_of_its_learners_claims(begins_at, found):
     """Or goes on with what the life before had not sent, as a life of four batches with 12 does."""
     ended = wire.Claim(
