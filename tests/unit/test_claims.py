@@ -1,6 +1,7 @@
 """A learner claims shares of the data on the tape, also when others are faster."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from test_incarnation import made, specification
@@ -122,6 +123,13 @@ def test_a_life_begins_behind_the_claims_that_its_learner_has_ended(run_async):
 
     for place in run_async(scenario()):
         assert (place.position, place.lost) == (6, (6, 6))
+
+
+def test_no_snapshot_is_gone_on_with_that_is_older_than_the_end_of_its_lifes_claims():
+    place, life = ResumePosition(6, ()), Membership(9, frozenset(), before=4)
+    older, newest = (SimpleNamespace(incarnation=4, unsent=(), position=at) for at in (5, 6))
+    assert place.fits(older, life, None, ()) is None
+    assert place.fits(newest, life, None, ()) == ()
 
 
 def test_a_life_does_not_wait_for_batches_that_another_process_has_given_up(run_async):

@@ -17,7 +17,7 @@ ROOMS = (
 )  # fmt: skip
 SATELLITES = ("diloco/models", "diloco/torch", "infra")
 # Files at the front: the command itself, and what users import.
-FRONT = {"__init__", "__main__", "start", "program", "check_file"}
+FRONT = {"__init__", "__main__", "spare", "start", "program", "check_file"}
 BANNED = {"kept", "held", "beside", "look", "foreign", "parts", "wanted", "stored"}
 MOST_MEANINGS = 2
 
