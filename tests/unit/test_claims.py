@@ -12,6 +12,7 @@ from diloco.common.protocol.sequences import first_sequence
 from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.data_share_allocation import Sizes
 from diloco.learner.background import Background
+from diloco.learner.wire import resume_position
 from diloco.learner.wire.claims import Claims
 from diloco.learner.wire.incarnation import Membership, join
 from diloco.learner.wire.resume_position import ResumePosition, place_after_join
@@ -125,7 +126,8 @@ def test_a_life_begins_behind_the_claims_that_its_learner_has_ended(run_async):
         assert (place.position, place.lost) == (6, (6, 6))
 
 
-def test_no_snapshot_is_gone_on_with_that_is_older_than_the_end_of_its_lifes_claims():
+def test_no_snapshot_is_gone_on_with_that_is_older_than_the_end_of_its_lifes_claims(monkeypatch):
+    monkeypatch.setattr(resume_position, "carried", lambda *_: ())
     place, life = ResumePosition(6, ()), Membership(9, frozenset(), before=4)
     older, newest = (SimpleNamespace(incarnation=4, unsent=(), position=at) for at in (5, 6))
     assert place.fits(older, life, None, ()) is None
