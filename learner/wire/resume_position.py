@@ -117,8 +117,15 @@ async def place_after_join(context: Context, incarnation: int) -> ResumePosition
 
 
 async def _claimed_from(context: Context) -> int:
-    """Returns the position from which on this learner's shares of the data are its own."""
-    newest = await _last(context, names.claim(context.run, context.learner))
+    """Returns the position from which on this learner's shares of the data are its own.
+
+    The leader is not asked for the last claim: a run of an earlier release has no claims, and its
+    credentials do not let a learner ask. `Claims` finds out what a stale answer leaves out.
+    """
+    own = names.claim(context.run, context.learner)
+    newest = await context.runtime.retry(
+        "reading the tape", lambda: context.bus.last(context.tape, own), logger=context.logger
+    )
     holdings = Holdings(declared_sizes(context.settings))
     if newest is not None:
         subjects = [names.claim(context.run, "*")]

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 from test_incarnation import made, specification
+from test_publish import make_context
 
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusError, NewTapeError, ReadFurtherError
 from diloco.common.protocol.sequences import first_sequence
-from diloco.common.storage.bus import MemoryBus
+from diloco.common.storage.bus import MemoryBus, StreamLimits
 from diloco.common.storage.data_share_allocation import Sizes
 from diloco.learner.background import Background
 from diloco.learner.wire import resume_position
@@ -124,6 +125,21 @@ def test_a_life_begins_behind_the_claims_that_its_learner_has_ended(run_async):
 
     for place in run_async(scenario()):
         assert (place.position, place.lost) == (6, (6, 6))
+
+
+def test_a_run_of_a_release_without_claims_needs_none(run_async):
+    """Its stream takes none, and its learners' credentials let them publish none."""
+
+    async def scenario():
+        bus = MemoryBus()
+        subjects = [one for one in names.tape_subjects("r") if ".claim." not in one]
+        await bus.create_stream("diloco-r", subjects, StreamLimits())
+        context = make_context(bus)
+        await bus.publish(names.spec("r"), wire.encode(specification(context)))
+        life = await join(context, "here")
+        return (await place_after_join(context, life.incarnation)).position
+
+    assert run_async(scenario()) == 0
 
 
 def test_no_snapshot_is_gone_on_with_that_is_older_than_the_end_of_its_lifes_claims(monkeypatch):
