@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.errors import WireError
+from diloco.common.protocol.errors import AccessDeniedError, WireError
 from diloco.common.storage.bus import Message
 from diloco.common.storage.data_share_allocation import Holdings, declared_sizes, lost_batches
 from diloco.common.storage.tape import data_reached, decode_as, messages_up_to
@@ -120,12 +120,16 @@ async def _claimed_from(context: Context) -> int:
     """Returns the position from which on this learner's shares of the data are its own.
 
     The leader is not asked for the last claim: a run of an earlier release has no claims, and its
-    credentials do not let a learner ask. `Claims` finds out what a stale answer leaves out.
+    credentials do not let a learner ask, or read any. `Claims` finds out what a stale answer leaves
+    out.
     """
     own = names.claim(context.run, context.learner)
-    newest = await context.runtime.retry(
-        "reading the tape", lambda: context.bus.last(context.tape, own), logger=context.logger
-    )
+    try:
+        newest = await context.runtime.retry(
+            "reading the tape", lambda: context.bus.last(context.tape, own), logger=context.logger
+        )
+    except AccessDeniedError:
+        newest = None
     holdings = Holdings(declared_sizes(context.settings))
     if newest is not None:
         subjects = [names.claim(context.run, "*")]
