@@ -307,7 +307,12 @@ class Tenure:
                 await self._await_room(len(event.message.payload))
             if event is not None:
                 await self._queue.put((event, None))
+            if isinstance(event, TapeEnd):
+                break
             await self._last_update.passed(message.seq)
+        # What follows the end gets no verdict: with a record whose position is behind the end, the
+        # fragment's next owner would never read it, and wait for ever.
+        await asyncio.Event().wait()
 
     async def _await_room(self, size_bytes: int) -> None:
         while self._undecoded_bytes > QUEUE_BYTES:
