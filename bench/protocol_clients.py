@@ -12,36 +12,52 @@ With `--fragments` and `--aggregators` several processes share the fragments of 
 also shows each one's fragments and peak memory. `--commands` times what operators call while the
 run goes on, and `--failover` the time from the SIGKILL of an aggregator until others stand where it
 was with its fragments.
+
+    .venv/bin/python -m bench.protocol_clients virtual [--learners 10000] [--kill 0.01]
+
+The same fleet in virtual time, within one process: the real aggregator on a bus and a store in
+memory, behind a link of `--gbit`. Learners also send heartbeats; a share of them dies in each
+interval, at any moment, and begins anew later. Of each version it counts the learners that lived
+all the while and are missing, and how long updates waited; and of the aggregator and of a learner's
+reading the processor time.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import tomli_w
 
+from bench.harness import run_part
+from diloco.aggregator.context import Context
+from diloco.aggregator.daemon import aggregate
 from diloco.common.process import log
-from diloco.common.process.config import Config, load_config
+from diloco.common.process.config import Config, load_config, make_config
 from diloco.common.process.nats_server import NatsServer
 from diloco.common.process.retry import Runtime
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names, shards, slices, wire
 from diloco.common.protocol.layout import Layout, Tensor, make_layout
-from diloco.common.storage.bus import Bus, jetstream
-from diloco.common.storage.store import ObjectStore, open_store
+from diloco.common.storage.bus import Bus, MemoryBus, Message, jetstream
+from diloco.common.storage.bus.memory import MemoryBroker
+from diloco.common.storage.store import MemoryStore, ObjectInfo, ObjectStore, open_store
 from diloco.common.storage.tape.run import record_in
 from diloco.learner.core import sync
 from diloco.learner.core.events import (
@@ -60,6 +76,7 @@ from diloco.plan import traffic as plan_traffic
 from diloco.plan.forecast import DAY_S, Fleet, PlannedIsland, make_plan
 from diloco.plan.simulated_rounds import JITTER
 from tests.gcs_server import GcsServer
+from tests.sim.simclock import VirtualLoop
 
 RUN = "protocol"
 BUCKET, PREFIX = "bench", "runs/"
@@ -95,22 +112,35 @@ class Figures(NamedTuple):
 
 # How far a forecast may be off: a share, and for staleness versions.
 GOALS = Figures(0.05, 0.05, 0.05, 0.2, 0.05, 0.05)
+# In memory nothing is sent: the forecast has the processor time of connections too.
+IN_MEMORY = GOALS._replace(core_s=1.0)
+
+
+def now_s() -> float:
+    """The event loop's time."""
+    return asyncio.get_running_loop().time()
 
 
 @dataclass
 class Store:
-    """The store, and one update of each fragment that all learners send."""
+    """The store, and one update of each fragment that all learners send.
 
-    server: GcsServer
-    updates: list[tuple[wire.Shard, ...]] = field(default_factory=list)
+    Attributes:
+        objects: the store.
+        copy: stores an object under another name too, without its bytes.
+        updates: the shards of each fragment's update.
+    """
+
+    objects: ObjectStore
+    copy: Callable[[str, str], None]
+    updates: list[tuple[wire.Shard, ...]]
 
     def link(self, fragment: int, prefix: str) -> tuple[wire.Shard, ...]:
         """A fragment's update under a learner's own names."""
         linked = []
         for index, shard in enumerate(self.updates[fragment]):
             name = f"{prefix}{index}"
-            stored = self.server.find(BUCKET, PREFIX + shard.name)
-            self.server.copy(stored, BUCKET, PREFIX + name)
+            self.copy(shard.name, name)
             linked.append(shard.model_copy(update={"name": name}))
         return tuple(linked)
 
@@ -130,28 +160,55 @@ class Client:
     down_s: float
     rng: np.random.Generator
     incarnation: int = 0
+    began_s: float = 0.0
     steps: int = 0
 
     async def live(self) -> None:
-        """Train for ever."""
+        """Train and read for ever."""
+        await self._join()
+        async with asyncio.TaskGroup() as self._tasks:
+            self._tasks.create_task(self._read())
+            self._tasks.create_task(self._listen())
+            self._tasks.create_task(self._step())
+
+    async def train(self) -> None:
+        """Train and send heartbeats for ever; somebody else reads for it."""
+        await self._join()
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._tasks.create_task(self._beat())
+                self._tasks.create_task(self._step())
+        finally:
+            self.incarnation = 0
+
+    async def _join(self) -> None:
         self.rules = sync_rules(self.config.sync)
         self.state = sync.begin(self.rules, self.starts)
         message = wire.Join(run=RUN, learner=self.name, layout=self.layout.digest, host="bench")
         self.incarnation = await self.bus.publish(names.join(RUN, self.name), wire.encode(message))
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            tasks.create_task(self._read())
-            tasks.create_task(self._listen())
-            tasks.create_task(self._step())
+        self.began_s = now_s()
+
+    async def _beat(self) -> None:
+        await asyncio.sleep(self.rng.uniform(0.0, HEARTBEAT_S))
+        while True:
+            beat = wire.Heartbeat(
+                learner=self.name, incarnation=self.incarnation, local_step=self.steps,
+                global_step=0, tokens=0, loss=1.0, tokens_per_s=TOKENS / self.step_s,
+                step_time_s=self.step_s, stall_s=0.0, run_s=1.0, bytes_up=0, bytes_down=0,
+                updates_sent=0, state="training",
+            )  # fmt: skip
+            await self.bus.publish(names.heartbeat(RUN, self.name), wire.encode(beat))
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def _step(self) -> None:
-        began_s = time.monotonic()
+        began_s = now_s() - self.steps * self.step_s
         while True:
             self.steps += 1
-            await asyncio.sleep(max(0.0, began_s + self.steps * self.step_s - time.monotonic()))
-            self._tell(Stepped(time.time(), TOKENS))
+            await asyncio.sleep(max(0.0, began_s + self.steps * self.step_s - now_s()))
+            self.tell(Stepped(now_s(), TOKENS))
 
-    def _tell(self, event: Event) -> None:
+    def tell(self, event: Event) -> None:
+        """Take an event, and send what it asks for."""
         self.state, effects = sync.step(self.rules, self.state, event)
         for effect in effects:
             if isinstance(effect, Send):
@@ -161,7 +218,7 @@ class Client:
         await asyncio.sleep(self.up_s * self.rng.uniform(1 - JITTER, 1 + JITTER))
         manifest = self._manifest(send)
         await self.bus.publish(names.update(RUN, self.name, send.fragment), wire.encode(manifest))
-        self._tell(Published(time.time(), send.fragment, send.seq))
+        self.tell(Published(now_s(), send.fragment, send.seq))
 
     def _manifest(self, send: Send) -> wire.Manifest:
         prefix = names.shards_prefix(RUN, self.name, send.fragment, 0, self.incarnation, send.seq)
@@ -192,22 +249,36 @@ class Client:
     async def _read(self) -> None:
         async for message in self.bus.read(names.tape_stream(RUN), [names.record(RUN, "*")], 1):
             found = _decoded(message.payload)
-            word = found.word if isinstance(found, wire.RecordPointer) else wire.word_of(found)
-            answer = await asyncio.to_thread(_answer, found, self.name, self.incarnation)
-            ready = Ready(
-                word.fragment, message.seq, word.version, word.view_digest, word.global_step,
-                answer.resolved_seq,
-            )  # fmt: skip
-            self._tasks.create_task(self._adopt(ready))
+            answer = await asyncio.to_thread(self.answer, found)
+            self.hear(message, found, answer)
+
+    def hear(
+        self, message: Message, found: wire.Record | wire.RecordPointer, answer: wire.Answer
+    ) -> None:
+        """Adopt a version once its bytes have come."""
+        word = found.word if isinstance(found, wire.RecordPointer) else wire.word_of(found)
+        ready = Ready(
+            word.fragment, message.seq, word.version, word.view_digest, word.global_step,
+            answer.resolved_seq,
+        )  # fmt: skip
+        self._tasks.create_task(self._adopt(ready))
+
+    def answer(self, found: wire.Record | wire.RecordPointer) -> wire.Answer:
+        """A record's answer to this learner; of an object, each learner reads its own range."""
+        if isinstance(found, wire.Record):
+            return wire.answers_of(found).get((self.name, self.incarnation), wire.Answer())
+        start, stop = wire.answers_range(found, self.name)
+        data = self.store.objects.get_range(found.body.name, start, stop)
+        return wire.answer_in(found, data, self.name, self.incarnation)
 
     async def _adopt(self, ready: Ready) -> None:
         await asyncio.sleep(self.down_s)
-        self._tell(ready)
+        self.tell(ready)
 
     async def _listen(self) -> None:
         async for _, payload in self.bus.listen(names.round_open(RUN, "*")):
             opened = wire.decode(wire.RoundOpen, payload)
-            self._tell(RoundOpened(opened.fragment, opened.version))
+            self.tell(RoundOpened(opened.fragment, opened.version))
 
 
 @lru_cache(maxsize=64)
@@ -216,43 +287,47 @@ def _decoded(payload: bytes) -> wire.Record | wire.RecordPointer:
     return wire.decode_record(payload)
 
 
-@lru_cache(maxsize=1)
-def _bucket() -> ObjectStore:
-    return open_store(STORE_URL, emulator=True)
-
-
-def _answer(found: wire.Record | wire.RecordPointer, learner: str, incarnation: int) -> wire.Answer:
-    """A record's answer to a learner; of an object, each learner reads its own range."""
-    if isinstance(found, wire.Record):
-        return wire.answers_of(found).get((learner, incarnation), wire.Answer())
-    start, stop = wire.answers_range(found, learner)
-    data = _bucket().get_range(found.body.name, start, stop)
-    return wire.answer_in(found, data, learner, incarnation)
-
-
-def _record(subject: str, payload: bytes) -> wire.Record:
+def _record(objects: ObjectStore, message: Message) -> wire.Record:
     """The whole record."""
-    found = _decoded(payload)
-    return record_in(_bucket(), subject, found) if isinstance(found, wire.RecordPointer) else found
+    found = _decoded(message.payload)
+    return (
+        record_in(objects, message.subject, found)
+        if isinstance(found, wire.RecordPointer)
+        else found
+    )
+
+
+def document(options: argparse.Namespace, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The run's file."""
+    return {
+        "run": {"name": RUN, "steps": (1 << 31) - 1},
+        "sync": {"fragments": options.fragments, "interval_steps": options.interval},
+        "gc": {"enabled": False},
+        "task": {"options": {"parameters": options.fragment * options.fragments}},
+        **sections,
+    }
 
 
 def configure(folder: Path, url: str, options: argparse.Namespace) -> Config:
-    """The run's file, read."""
-    document = {
-        "run": {"name": RUN, "steps": (1 << 31) - 1},
-        "sync": {"fragments": options.fragments, "interval_steps": options.interval},
-        "quorum": {"min_learners": options.least, "liveness_timeout_s": 1e6},
-        "bus": {"url": url},
-        "store": {"url": STORE_URL, "emulator": True},
-        "gc": {"enabled": False},
-        "task": {"options": {"parameters": options.fragment * options.fragments}},
-    }
+    """The run's file, written and read."""
     path = folder / "run.toml"
-    path.write_text(tomli_w.dumps(document))
+    sections = document(
+        options,
+        quorum={"min_learners": options.least, "liveness_timeout_s": 1e6},
+        bus={"url": url},
+        store={"url": STORE_URL, "emulator": True},
+    )
+    path.write_text(tomli_w.dumps(sections))
     return load_config(path)
 
 
-async def create(config: Config, bus: Bus, options: argparse.Namespace) -> Layout:
+async def create(
+    config: Config,
+    bus: Bus,
+    store: ObjectStore,
+    options: argparse.Namespace,
+    runtime: Runtime,
+) -> Layout:
     """Streams, layout and version 0 of a model that nobody trains."""
     shape = (options.fragment // TENSORS // 64, 64)
     count = TENSORS * options.fragments
@@ -260,14 +335,15 @@ async def create(config: Config, bus: Bus, options: argparse.Namespace) -> Layou
     layout = make_layout(tensors, fragments=options.fragments, block=config.sync.block)
     zeros = jnp.zeros(shape)
     params = {tensor.name: zeros for tensor in tensors}
-    store = open_store(STORE_URL, emulator=True)
-    await create_run(config.settings(), config.bus, layout, params, bus, store, Runtime())
+    await create_run(config.settings(), config.bus, layout, params, bus, store, runtime)
     return layout
 
 
-def store_updates(config: Config, layout: Layout) -> list[tuple[wire.Shard, ...]]:
+def store_updates(
+    config: Config, layout: Layout, store: ObjectStore
+) -> list[tuple[wire.Shard, ...]]:
     """An update of each fragment, stored once."""
-    store, rng = open_store(STORE_URL, emulator=True), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     codec, block = config.sync.codec, config.sync.block
     found = []
     for fragment in layout.fragments:
@@ -299,26 +375,30 @@ def peak_bytes(pid: int) -> int:
 
 
 async def observe(
-    store: Store, bus: Bus, pids: list[int], options: argparse.Namespace
+    objects: ObjectStore,
+    bus: Bus,
+    used: Callable[[], tuple[float, int, int]],
+    options: argparse.Namespace,
+    made: Callable[[Message, wire.Record], None] = lambda _message, _record: None,
 ) -> list[VersionSample]:
-    """Versions as they come, until each fragment has as many as are wanted."""
+    """Versions as they come, until each fragment has as many as are wanted.
+
+    `used` returns the aggregators' processor time and the store's bytes that were read and written;
+    `made` is called with each version.
+    """
     found: list[VersionSample] = []
-    server = store.server
     left = dict.fromkeys(range(options.fragments), options.settle + options.versions)
     async for message in bus.read(names.tape_stream(RUN), [names.record(RUN, "*")], 1):
-        record = _record(message.subject, message.payload)
-        if record.rejected:
+        record = _record(objects, message)
+        if record.rejected and not options.kill:
             sys.exit(f"rejected: {record.rejected[0].reason}: {record.rejected[0].detail}")
         if record.what != "version" or not record.version:
             continue
         staleness = tuple(taken.staleness for taken in record.inputs)
-        used_s = sum(map(cpu_s, pids))
+        made(message, record)
         found.append(
-            VersionSample(
-                record.fragment, record.aggregator, message.time_s, staleness, used_s,
-                server.down.carried, server.up.carried,
-            )
-        )  # fmt: skip
+            VersionSample(record.fragment, record.aggregator, message.time_s, staleness, *used())
+        )
         if record.fragment == 0:
             about = f"{len(staleness)} updates ({record.reason})"
             print(f"version {record.version} of fragment 0: {about}", flush=True)
@@ -358,13 +438,15 @@ def forecast(config: Config, layout: Layout, options: argparse.Namespace) -> Fig
     made = make_plan(settings, fleet, options.fragment * options.fragments, sized)
     versions = DAY_S / made.interval_s * options.fragments
     snapshots = sized.snapshot_bytes / sized.snapshot_interval_versions / options.fragments
+    record = plan_traffic.record_bytes(sized, options.learners, made.participants)
+    body = record if record > wire.RECORD_BYTES else 0.0
     return Figures(
         made.participants,
         made.staleness,
         made.interval_s,
         made.busy_cores * DAY_S / versions,
         made.participants * sized.update_bytes / options.fragments,
-        sized.delta_bytes / options.fragments + snapshots,
+        sized.delta_bytes / options.fragments + snapshots + body,
     )
 
 
@@ -395,21 +477,32 @@ def clients(
     ]  # fmt: skip
 
 
+async def beginnings(bus: Bus, objects: ObjectStore, fragments: int) -> tuple[Start, ...]:
+    """The newest version of each fragment, with which a learner begins."""
+    starts = []
+    for fragment in range(fragments):
+        message = await bus.last(names.tape_stream(RUN), names.record(RUN, fragment))
+        assert message is not None
+        record = _record(objects, message)
+        starts.append(Start(record.version, record.view_digest, message.seq, record.global_step))
+    return tuple(starts)
+
+
 async def measure(
     folder: Path, url: str, server: GcsServer, options: argparse.Namespace
 ) -> tuple[Figures, Figures]:
     """(forecast, measured)."""
     config = configure(folder, url, options)
     bus = await jetstream.connect(url, name="bench")
-    layout = await create(config, bus, options)
-    store = Store(server, store_updates(config, layout))
+    objects = open_store(STORE_URL, emulator=True)
+    layout = await create(config, bus, objects, options, Runtime())
+
+    def copy(name: str, other: str) -> None:
+        server.copy(server.find(BUCKET, PREFIX + name), BUCKET, PREFIX + other)
+
+    store = Store(objects, copy, store_updates(config, layout, objects))
     planned = forecast(config, layout, options)
-    starts = []
-    for fragment in range(options.fragments):
-        message = await bus.last(names.tape_stream(RUN), names.record(RUN, fragment))
-        assert message is not None
-        record = _record(message.subject, message.payload)
-        starts.append(Start(0, record.view_digest, message.seq, 0))
+    starts = await beginnings(bus, objects, options.fragments)
     buses: list[Bus] = [
         await jetstream.connect(url, name=f"learner-{n}") for n in range(options.learners)
     ]
@@ -417,11 +510,15 @@ async def measure(
         name: start_aggregator(folder, name)
         for name in (f"aggregator-{number}" for number in range(options.aggregators))
     }
-    fleet = clients(config, layout, store, buses, tuple(starts), options)
+    fleet = clients(config, layout, store, buses, starts, options)
     living = [asyncio.ensure_future(client.live()) for client in fleet]
     try:
         pids = [process.pid for process in processes.values()]
-        seen = await observe(store, bus, pids, options)
+
+        def used() -> tuple[float, int, int]:
+            return sum(map(cpu_s, pids)), server.down.carried, server.up.carried
+
+        seen = await observe(objects, bus, used, options)
         show_owners(seen, processes, options.fragments)
         if options.commands:
             for command in COMMANDS:
@@ -499,11 +596,11 @@ def show_owners(
         print(f"| {name} | {owned} | {made} | {used} |")
 
 
-def show(planned: Figures, found: Figures) -> bool:
+def show(planned: Figures, found: Figures, goals: Figures = GOALS) -> bool:
     """Print the comparison; whether every forecast is near enough."""
     held = True
     print("| of a version | forecast | measured | error | goal |")
-    for name, said, was, goal in zip(Figures._fields, planned, found, GOALS, strict=True):
+    for name, said, was, goal in zip(Figures._fields, planned, found, goals, strict=True):
         off = abs(said - was) if name == "staleness" else abs(said / was - 1)
         held &= off <= goal
         unit = f"{off:.3f}" if name == "staleness" else f"{said / was - 1:+.1%}"
@@ -511,8 +608,8 @@ def show(planned: Figures, found: Figures) -> bool:
     return held
 
 
-def parsed() -> argparse.Namespace:
-    """The command line."""
+def parsed(**defaults: float) -> argparse.Namespace:
+    """The command line; `defaults` instead of the ones of real processes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--learners", type=int, default=64)
     parser.add_argument("--least", type=int, default=1, help="K, the quorum")
@@ -528,11 +625,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--commands", action="store_true", help="time an operator's commands")
     parser.add_argument("--failover", action="store_true", help="kill an aggregator at the end")
     parser.add_argument("--folder", type=Path, help="where temporary files go")
+    parser.add_argument("--kill", type=float, default=0.0, help="share that dies in an interval")
+    parser.set_defaults(**defaults)
     return parser.parse_args()
 
 
-def main() -> None:
-    """Measure and print."""
+def real() -> None:
+    """Measure real processes, and print."""
     options = parsed()
     log.configure("error")
     with (
@@ -546,5 +645,242 @@ def main() -> None:
     sys.exit(0 if show(planned, found) else 1)
 
 
+# --- Virtual time
+
+# True in what the aggregator runs.
+AGGREGATES: ContextVar[bool] = ContextVar("aggregates", default=False)
+HEARTBEAT_S = 10.0
+LIVENESS_S = 30.0
+# Seconds for which a killed learner is away.
+AWAY_S = (5.0, 90.0)
+# Every so many answers the reading of one learner is timed.
+TIMED = 997
+
+
+class MeteredLoop(VirtualLoop):
+    """A loop in virtual time that counts the aggregator's processor time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aggregator_s = 0.0
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., None], *args: Any, context: Any = None
+    ) -> Any:
+        context = copy_context() if context is None else context
+        if context.get(AGGREGATES):
+            callback, args = self._meter, (callback, *args)
+        return super().call_soon(callback, *args, context=context)  # type: ignore[no-untyped-call]
+
+    call_soon_threadsafe = call_soon
+
+    def _meter(self, callback: Callable[..., None], *args: Any) -> None:
+        began_s = time.process_time()
+        callback(*args)
+        self.aggregator_s += time.process_time() - began_s
+
+
+class LinkedStore(ObjectStore):
+    """The aggregator's view of a store: the bytes that it moves take their time on its link."""
+
+    def __init__(self, behind: ObjectStore, gbit: float) -> None:
+        self._behind = behind
+        self._bytes_per_s = gbit * 1e9 / 8
+        self._free_s = 0.0
+        self.read_bytes = self.written_bytes = 0
+
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
+        """Implements `ObjectStore.get`."""
+        data = self._behind.get(name, limit_bytes, within_s)
+        self.read_bytes += len(data)
+        return data
+
+    def put(self, name: str, data: Any) -> None:
+        """Implements `ObjectStore.put`."""
+        self._behind.put(name, data)
+        self.written_bytes += len(data)
+
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """Implements `ObjectStore.get_range`."""
+        return self._behind.get_range(name, start, stop)
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Implements `ObjectStore.walk`."""
+        return self._behind.walk(prefix)
+
+    def delete(self, name: str) -> None:
+        """Implements `ObjectStore.delete`."""
+        self._behind.delete(name)
+
+    async def offload(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function at once; return its result once the bytes that it moved have passed."""
+        before = self.read_bytes + self.written_bytes
+        result = function(*args, **kwargs)
+        moved = self.read_bytes + self.written_bytes - before
+        if moved:
+            self._free_s = max(self._free_s, now_s()) + moved / self._bytes_per_s
+            await asyncio.sleep(self._free_s - now_s())
+        return result
+
+
+class Crowd:
+    """Learners in virtual time: one reader of records serves them all, and some die.
+
+    Attributes:
+        missing: of each version, the learners that lived all the while and have no update in it.
+        waits_s: of each merged update, the time from its announcement to its version.
+        reading_s: processor times of one learner's reading of a version.
+        deaths: learners that were killed.
+    """
+
+    def __init__(self, fleet: list[Client], options: argparse.Namespace) -> None:
+        self.fleet = fleet
+        self.missing: list[int] = []
+        self.waits_s: list[float] = []
+        self.reading_s: list[float] = []
+        self.deaths = 0
+        self._options = options
+        self._rng = np.random.default_rng(1)
+        self._before_s: dict[int, float] = {}
+        self._heard = 0
+
+    async def live(self, bus: Bus, objects: ObjectStore) -> None:
+        """Let all live for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            for client in self.fleet:
+                tasks.create_task(self._keep(client, bus, objects))
+            tasks.create_task(self._read(bus))
+            tasks.create_task(self._listen(bus))
+
+    async def _keep(self, client: Client, bus: Bus, objects: ObjectStore) -> None:
+        """A learner's lives, one after the other."""
+        often_s = self._options.interval * self._options.step_s / max(self._options.kill, 1e-9)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._rng.exponential(often_s)):
+                    await client.train()
+            self.deaths += 1
+            await asyncio.sleep(self._rng.uniform(*AWAY_S))
+            client.starts = await beginnings(bus, objects, self._options.fragments)
+
+    async def _read(self, bus: Bus) -> None:
+        async for message in bus.read(names.tape_stream(RUN), [names.record(RUN, "*")], 1):
+            found = _decoded(message.payload)
+            answers = wire.answers_of(found) if isinstance(found, wire.Record) else None
+            for client in self._living():
+                self._heard += 1
+                if self._heard % TIMED == 1:
+                    began_s = time.process_time()
+                    client.answer(wire.decode_record(message.payload))
+                    self.reading_s.append(time.process_time() - began_s)
+                if answers is None:
+                    answer = client.answer(found)
+                else:
+                    answer = answers.get((client.name, client.incarnation), wire.Answer())
+                client.hear(message, found, answer)
+
+    async def _listen(self, bus: Bus) -> None:
+        async for _, payload in bus.listen(names.round_open(RUN, "*")):
+            opened = wire.decode(wire.RoundOpen, payload)
+            for client in self._living():
+                client.tell(RoundOpened(opened.fragment, opened.version))
+
+    def _living(self) -> list[Client]:
+        return [client for client in self.fleet if client.incarnation]
+
+    def made(self, message: Message, record: wire.Record) -> None:
+        """Count who is missing in a version, and how long its updates waited."""
+        merged = {(one.learner, one.incarnation) for one in record.inputs}
+        since_s = self._before_s.get(record.fragment, 0.0)
+        lived = {(one.name, one.incarnation) for one in self._living() if one.began_s < since_s}
+        self.missing.append(len(lived - merged))
+        self.waits_s += [message.time_s - one.announced_at_s for one in record.inputs]
+        self._before_s[record.fragment] = message.time_s
+
+
+async def measure_virtual(
+    loop: MeteredLoop, options: argparse.Namespace
+) -> tuple[Figures, Figures, Crowd]:
+    """(forecast, measured, the learners)."""
+    config = make_config(
+        document(
+            options,
+            quorum={"min_learners": options.least, "liveness_timeout_s": LIVENESS_S},
+            store={"url": "memory://bench"},
+        ),
+        source="bench",
+    )
+    broker, objects = MemoryBroker(loop.time), MemoryStore()
+    linked = LinkedStore(objects, options.gbit)
+    runtime = Runtime(clock=loop.time, offload=linked.offload, rng=random.Random(0))
+    bus = MemoryBus(broker)
+    layout = await create(config, bus, objects, options, runtime)
+    context = Context(
+        name="aggregator",
+        settings=config.settings(),
+        layout=layout,
+        epoch=0,
+        bus=MemoryBus(broker),
+        store=linked,
+        runtime=runtime,
+        logger=log.get(),
+        gc=config.gc,
+    )
+    store = Store(
+        objects,
+        lambda name, other: objects.put(other, objects.get(name)),
+        store_updates(config, layout, objects),
+    )
+    planned = forecast(config, layout, options)
+    starts = await beginnings(bus, objects, options.fragments)
+    crowd = Crowd(
+        clients(config, layout, store, [bus] * options.learners, starts, options), options
+    )
+    metered = copy_context()
+    metered.run(AGGREGATES.set, True)
+    work = [
+        loop.create_task(aggregate(context), context=metered),
+        loop.create_task(crowd.live(bus, objects)),
+    ]
+
+    def used() -> tuple[float, int, int]:
+        return loop.aggregator_s, linked.read_bytes, linked.written_bytes
+
+    seen = loop.create_task(observe(objects, bus, used, options, crowd.made))
+    await asyncio.wait([*work, seen], return_when=asyncio.FIRST_COMPLETED)
+    for one in work:
+        if one.done():
+            one.result()
+    return planned, measured(seen.result(), options.settle, options.fragments), crowd
+
+
+def virtual() -> None:
+    """Measure a fleet in virtual time, and print."""
+    options = parsed(
+        learners=10_000, fragment=65_536, interval=48, step_s=1.0, gbit=10.0, versions=8, kill=0.01
+    )
+    log.configure("error")
+    loop = MeteredLoop()  # type: ignore[abstract]
+    loop.now_s = 1e6
+    planned, found, crowd = loop.run_until_complete(measure_virtual(loop, options))
+    loop.drain()
+    print(json.dumps(vars(options), default=str))
+    held = show(planned, found, IN_MEMORY)
+    settle = options.settle * options.fragments
+    versions = options.fragments / found.interval_s
+    reading = float(np.mean(crowd.reading_s)) * versions
+    waits = np.array(crowd.waits_s) / options.step_s
+    print(f"learners killed: {crowd.deaths}")
+    print(
+        f"learners that lived and are missing in a version: at most {max(crowd.missing[settle:])}"
+    )
+    print(f"an update waits {waits.mean():.2f} steps for its version, at worst {waits.max():.1f}")
+    print(f"the aggregator takes {1e3 * found.core_s / found.merged:.2f} ms of processor an update")
+    print(f"a learner reads with {reading:.4%} of a core")
+    sys.exit(0 if held else 1)
+
+
 if __name__ == "__main__":
-    main()
+    run_part({"real": real, "virtual": virtual})
