@@ -60,12 +60,12 @@ class PlanOptions:
     ] = "exponential"
     hold_s: Annotated[
         float, _failures(help="seconds a returning slice waits for others", min=0)
-    ] = 30.0
+    ] = 10.0
     reconfigure_s: Annotated[
         float, _failures(help="seconds an elastic job pauses when slices leave or join", min=0)
     ] = 15.0
     restart_s: Annotated[float, _failures(help="seconds to restart a data-parallel job", min=0)] = (
-        75.0
+        85.0
     )
     learner_restart_s: Annotated[
         float | None, _failures(help="seconds to restart a learner [default: --restart-s]", min=0)
@@ -108,10 +108,8 @@ class PlanOptions:
     seed: Annotated[int, _failures(help="seed of the simulated failures", min=0)] = 0
     merge_failures: Annotated[
         str,
-        _failures(
-            help="failures within this time count as one, such as 9s", show_default="each counts"
-        ),
-    ] = "never"
+        _failures(help="failures within this time count as one; never: each counts"),
+    ] = "8s"
     regions: Annotated[
         str | None,
         _costs(

@@ -51,13 +51,13 @@ class Outages:
     mtbi_s: float
     slice_chips: int = 128
     return_s: float = 1200.0
-    hold_s: float = 30.0
+    hold_s: float = 10.0
     reconfigure_s: float = 15.0
-    restart_s: float = 75.0
+    restart_s: float = 85.0
     checkpoint_every_s: float = 0.0
     spares: bool = True
     new_lives: bool = False
-    merge_s: float = 0.0
+    merge_s: float = 8.0
     spread: Spread = "exponential"
 
 

@@ -10,7 +10,7 @@ import pytest
 from diloco.common.process.config import parse_settings
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.forecast import Fleet, PlannedIsland, make_plan
-from diloco.plan.outages import Outages
+from diloco.plan.outages import Outages, simulate
 
 YEAR_S = 365.25 * 86400
 CHIPS = (150_000, 300_000, 600_000, 1_200_000)
@@ -42,7 +42,7 @@ def percent(system) -> tuple[float, float]:
 
 
 def test_table_1_goodput_and_uptime_under_failures():
-    """Table 1, MTBI of one year a chip: every figure within 5 points, 2 on average."""
+    """Table 1, MTBI of one year a chip: every figure within 5 points, 1.5 on average."""
     errors = []
     for column, chips in enumerate(CHIPS):
         for learners, row in DECOUPLED.items():
@@ -51,7 +51,7 @@ def test_table_1_goodput_and_uptime_under_failures():
         errors.append(np.subtract(percent(rigid), DATA_PARALLEL[column]))
         errors.append(np.subtract(percent(elastic), ELASTIC[column]))
     assert np.abs(errors).max() <= 5
-    assert np.abs(errors).mean() <= 2
+    assert np.abs(errors).mean() <= 1.5
 
 
 @pytest.mark.slow
@@ -66,6 +66,14 @@ def test_table_1_whatever_the_seed(seed):
             errors += [np.subtract(percent(s), w) for s, w in zip(systems, wanted, strict=True)]
     assert np.abs(errors).max() <= 5
     assert np.abs(errors).mean() <= 2
+
+
+def test_data_parallel_training_on_a_column_that_the_constants_do_not_know():
+    """Data-parallel training on 2.4M chips: 18 % of goodput, and the fit sees table 1 alone."""
+    outages, chips = Outages(mtbi_s=YEAR_S), 2_400_000
+    horizon_s = 10_000 * YEAR_S / chips
+    trace = simulate(outages, chips, horizon_s, np.random.default_rng(0), elastic=False)
+    assert 100 * trace.goodput == pytest.approx(18, abs=1.5)
 
 
 def test_goodput_depends_on_the_chips_of_one_learner():

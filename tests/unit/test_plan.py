@@ -67,7 +67,7 @@ def test_a_rigid_job_with_spares_trains_between_restarts():
 
 def test_a_rigid_job_without_spares_waits_for_every_slice():
     outages = Outages(
-        mtbi_s=1000.0, slice_chips=1, restart_s=10.0, return_s=40.0, spares=False,
+        mtbi_s=1000.0, slice_chips=1, restart_s=10.0, return_s=40.0, spares=False, merge_s=0.0,
         spread="fixed",
     )  # fmt: skip
     assert traced(outages, 1, 2e6, elastic=False).uptime == pytest.approx(1000 / 1050, abs=0.01)
@@ -81,7 +81,13 @@ def test_a_rigid_job_without_spares_waits_for_every_slice():
 @pytest.mark.parametrize("spread", ["exponential", "uniform", "fixed"])
 def test_a_slice_is_away_for_its_mean_time(spread):
     outages = Outages(
-        mtbi_s=100.0, slice_chips=1, restart_s=0.0, return_s=50.0, spares=False, spread=spread
+        mtbi_s=100.0,
+        slice_chips=1,
+        restart_s=0.0,
+        return_s=50.0,
+        spares=False,
+        spread=spread,
+        merge_s=0.0,
     )
     assert traced(outages, 1, 2e5, elastic=False).uptime == pytest.approx(2 / 3, abs=0.02)
 
@@ -161,7 +167,7 @@ def test_the_last_slice_takes_the_job_s_memory_with_it():
 
 
 def test_the_step_under_way_gives_nothing():
-    outages = Outages(mtbi_s=1000.0, slice_chips=1, restart_s=0.0)
+    outages = Outages(mtbi_s=1000.0, slice_chips=1, restart_s=0.0, merge_s=0.0)
     coarse = traced(outages, 100, 1e5, elastic=False, step_s=5.0)
     # Up for 10 s on average; the mean of whole steps of 5 s in it is 5 / (e^0.5 - 1).
     assert coarse.uptime == pytest.approx(5 / (math.exp(0.5) - 1) / 10, abs=0.02)
