@@ -29,6 +29,7 @@ MEANINGS = {
     "supervisor_unreached": "calls to that address of `learner.peers` fail for ten seconds",
     "supervisor_unexpected": "who called has another `learner.peers`, or this host's number",
     "supervisor_unreadable": "give all hosts of a learner the same release",
+    "no_spare_process": "the next training process imports what it needs within the pause",
     "training_ended": "a training process has failed; its own lines say why",
     "training_silent": "a training process hangs and is killed",
     "cache_unusable": "compiled programs cannot be kept or read: they are compiled again",

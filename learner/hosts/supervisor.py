@@ -35,6 +35,7 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from asyncio.subprocess import Process
@@ -291,7 +292,7 @@ class _Supervisor:
         variables |= _joining_tpus(made, action.rank // self._rules.hosts)
         started = await self._start(
             [*self._arguments, *options],
-            environment_with({**variables, **self._words.environment()}),
+            {**variables, **self._words.environment()},
         )
         child = self._child = _Child(started, made.number)
         if not self._is_under_way(made):  # It ended while the process was started.
@@ -320,15 +321,22 @@ class _Supervisor:
             meets=self._words.meets,
         )
 
-    async def _start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Process:
-        """Returns a process that runs `diloco` with these arguments: the spare one, if there is."""
+    async def _start(self, arguments: Sequence[str], changes: Mapping[str, str | None]) -> Process:
+        """Returns a process that runs `diloco` with these arguments: the spare one, if there is.
+
+        Args:
+            arguments: what follows `diloco` on its command line.
+            changes: the variables in which its environment differs from this process's.
+        """
         spare, self._spare = self._spare, None
         if spare is not None and spare.returncode is None:
             assert spare.stdin is not None
-            spare.stdin.write(json.dumps([arguments, environment]).encode())
+            spare.stdin.write(json.dumps([arguments, changes]).encode())
             spare.stdin.close()
             return spare
-        return await _python("diloco", *arguments, env=environment)
+        if spare is not None:
+            self._logger.warning("no_spare_process", reason=f"it ended: {spare.returncode}")
+        return await _python("diloco", *arguments, env=environment_with(changes))
 
     async def _keep_spare(self) -> None:
         """Starts a spare process beside each training process that trains; never returns."""
@@ -337,9 +345,12 @@ class _Supervisor:
             if child is not None and child.formation != self._spared and self._words.trains:
                 self._spared = child.formation
                 await self._end_spare()
-                self._spare = await _python(
-                    "diloco.spare", env=environment_with({}), stdin=asyncio.subprocess.PIPE
-                )
+                try:
+                    self._spare = await _python(
+                        "diloco.spare", env=environment_with({}), stdin=asyncio.subprocess.PIPE
+                    )
+                except (OSError, subprocess.SubprocessError) as error:
+                    self._logger.warning("no_spare_process", reason=str(error))
             await asyncio.sleep(REPORT_S)
 
     async def _end_spare(self) -> None:
@@ -400,7 +411,8 @@ class _Supervisor:
         It would wait for the others' processes, of which each may have come less far.
         """
         if self._words.ready:
-            child.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                child.process.send_signal(signal.SIGTERM)
         else:
             self._kill()
 

@@ -436,6 +436,31 @@ def test_reports_end_though_they_are_cancelled_as_one_is_sent(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_supervisor_goes_on_without_a_spare_process(tmp_path, capsys, monkeypatch):
+    here = supervisor_of(tmp_path, (f"{LOOPBACK}:{free_port()}", f"{LOOPBACK}:1"), 0)
+    here._child, here._words.ready = supervisor._Child(None, 1), True
+
+    async def refused(module, *_arguments, **_how):
+        if module == "diloco.spare":
+            raise BlockingIOError("no more processes")
+        return "a new process"
+
+    async def scenario():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(4 * supervisor.REPORT_S):
+                await here._keep_spare()
+        assert await here._start((), {}) == "a new process"
+        here._spare = SimpleNamespace(returncode=-9)
+        assert await here._start((), {}) == "a new process"
+
+    monkeypatch.setattr(supervisor, "_python", refused)
+    asyncio.run(scenario())
+    said = capsys.readouterr().out
+    assert said.count("no_spare_process") == 2
+    assert "no more processes" in said
+    assert "it ended: -9" in said
+
+
 @pytest.mark.parametrize("own", ["10.255.255.1:7000", "no-such-name.invalid:7000"])
 def test_an_address_of_another_machine_is_refused_by_name(tmp_path, own):
     with pytest.raises(ConfigError, match=f"cannot listen on {own}, which learner.peers has for"):

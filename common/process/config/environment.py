@@ -125,10 +125,13 @@ def environment_with(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {key: value for key, value in merged.items() if value is not None}
 
 
-def replace_environment(variables: Mapping[str, str]) -> None:
-    """Gives this process an environment of these variables alone."""
-    os.environ.clear()
-    os.environ.update(variables)
+def change_environment(changes: Mapping[str, str | None]) -> None:
+    """Sets variables of this process; one whose value in `changes` is None is unset."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _asked_for() -> str | None:
