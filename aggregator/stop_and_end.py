@@ -64,6 +64,10 @@ class Conductor:
 
     async def conduct(self) -> None:
         """Follows the tape until the run's `end` message is on it."""
+        await self._follow()
+        self.context.logger.info("ended", versions=self._versions())
+
+    async def _follow(self) -> None:
         context = self.context
         for fragment in range(len(context.layout.fragments)):
             told = await context.runtime.retry(
@@ -89,7 +93,6 @@ class Conductor:
         await self._decide()
         async for message in context.bus.read(context.tape, subjects, start):
             if message.subject == names.end(context.run):
-                context.logger.info("ended", versions=self._versions())
                 return
             if message.subject == names.stop(context.run):
                 self._stopped = True
@@ -97,10 +100,11 @@ class Conductor:
             if message.subject == names.settings(context.run):
                 self._change(message)
                 # A run that was shortened may be complete already.
-                await self._decide()
-                continue
-            self._note(read_word(context, message).word, message.seq)
-            await self._decide()
+            else:
+                self._note(read_word(context, message).word, message.seq)
+            # The newest records may all be behind the end: then no message says it any more.
+            if await self._decide():
+                return
 
     def _change(self, message: Message) -> None:
         # Reading begins at the oldest of the newest records, and a bus may deliver a message again.
@@ -124,10 +128,12 @@ class Conductor:
                 final=record.final,
             )
 
-    async def _decide(self) -> None:
+    async def _decide(self) -> bool:
+        """Publishes what is due; returns True if the run's `end` is on the tape."""
         if all(newest.final for newest in self._newest.values()):
             await self._say(names.end(self.context.run), self._end())
-        elif not self._stopped:
+            return True
+        if not self._stopped:
             reason = stop_reason(self._settings, self._newest)
             if reason is not None:
                 step = max(newest.global_step for newest in self._newest.values())
@@ -135,6 +141,7 @@ class Conductor:
                     run=self.context.run, global_step=step, reason=reason, by=self.context.name
                 )
                 await self._say(names.stop(self.context.run), stop)
+        return False
 
     async def _say(self, subject: str, body: wire.Body) -> None:
         try:
