@@ -608,8 +608,8 @@ def show(planned: Figures, found: Figures, goals: Figures = GOALS) -> bool:
     return held
 
 
-def parsed(**defaults: float) -> argparse.Namespace:
-    """The command line; `defaults` instead of the ones of real processes."""
+def parsed(arguments: list[str] | None = None, **defaults: float) -> argparse.Namespace:
+    """The options; `defaults` instead of those of real processes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--learners", type=int, default=64)
     parser.add_argument("--least", type=int, default=1, help="K, the quorum")
@@ -627,7 +627,7 @@ def parsed(**defaults: float) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where temporary files go")
     parser.add_argument("--kill", type=float, default=0.0, help="share that dies in an interval")
     parser.set_defaults(**defaults)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def real() -> None:
@@ -800,10 +800,20 @@ class Crowd:
         self._before_s[record.fragment] = message.time_s
 
 
-async def measure_virtual(
+def run_in_virtual_time(options: argparse.Namespace) -> tuple[Figures, Figures, Crowd]:
+    """Returns what is forecast of a version, what it was, and the learners."""
+    loop = MeteredLoop()  # type: ignore[abstract]
+    loop.now_s = 1e6
+    try:
+        found: tuple[Figures, Figures, Crowd] = loop.run_until_complete(_measure(loop, options))
+    finally:
+        loop.drain()
+    return found
+
+
+async def _measure(
     loop: MeteredLoop, options: argparse.Namespace
 ) -> tuple[Figures, Figures, Crowd]:
-    """(forecast, measured, the learners)."""
     config = make_config(
         document(
             options,
@@ -862,10 +872,7 @@ def virtual() -> None:
         learners=10_000, fragment=65_536, interval=48, step_s=1.0, gbit=10.0, versions=8, kill=0.01
     )
     log.configure("error")
-    loop = MeteredLoop()  # type: ignore[abstract]
-    loop.now_s = 1e6
-    planned, found, crowd = loop.run_until_complete(measure_virtual(loop, options))
-    loop.drain()
+    planned, found, crowd = run_in_virtual_time(options)
     print(json.dumps(vars(options), default=str))
     held = show(planned, found, IN_MEMORY)
     settle = options.settle * options.fragments
