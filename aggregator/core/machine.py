@@ -57,8 +57,9 @@ from diloco.aggregator.core.updates import (
 from diloco.common.protocol import wire
 from diloco.common.protocol.reasons import Reason
 
-# After this many observations a record is published for them, so that no record gets too long.
-OBSERVATIONS = 1 << 13
+# After so many observations a record is published for them, so that no record gets too long. Each
+# update that is read is one, so that a large fleet has more of them: a round is to be one record.
+OBSERVATIONS, MOST_OBSERVATIONS = 1 << 13, 1 << 15
 # A tape message this many seconds after the last event is preceded by a `Tick` with the time, which
 # the next record states.
 TICK_S = 0.1
@@ -74,12 +75,20 @@ def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
             return state, ()
         state = state._replace(seen_seq=event.stream_seq)
     state, effects = _HANDLERS[type(event)](rules, state, event)
-    if len(state.observations) < OBSERVATIONS or state.phase == "closing" or state.storing:
+    count = len(state.observations)
+    if count < OBSERVATIONS or count < observations_limit(len(state.members)):
+        return state, effects
+    if state.phase == "closing" or state.storing:
         return state, effects
     state, more = rounds.give_verdicts(
         rules, state, state.observations[-1].at_s, "observations", final=state.final
     )
     return state, effects + more
+
+
+def observations_limit(members: int) -> int:
+    """Returns how many observations a record is published for, given the learners known so far."""
+    return min(max(OBSERVATIONS, 2 * members), MOST_OBSERVATIONS)
 
 
 def step_at(rules: FragmentRules, state: State, event: events.Event, now_s: float) -> Result:
@@ -316,7 +325,7 @@ def _on_liveness(rules: FragmentRules, state: State, event: events.Liveness) -> 
     member = state.members.get(event.learner)
     if member is None or member.incarnation != event.incarnation or member.left:
         return state, ()
-    if member.live == event.live or len(state.observations) >= 4 * OBSERVATIONS:
+    if member.live == event.live or len(state.observations) >= MOST_OBSERVATIONS:
         # Dropped, as it will be reported again: observations pile up while no record can be stored.
         return state, ()
     about = UpdateId(event.learner, event.incarnation, 0)

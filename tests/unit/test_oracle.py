@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from runlab import Lab
 
+from diloco.aggregator.core import machine
 from diloco.aggregator.core import round_and_weight_formulas as formulas
 from diloco.aggregator.core.rounds import step_share
 from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.aggregator.settings import change_settings
 from diloco.common.protocol import wire
 from diloco.common.storage.tape import Entry, effective_settings, load_specification, read_tape
-from diloco.judge.oracle import RULES, Oracle, Remaker, numbers
+from diloco.judge.oracle import RULES, Oracle, Remaker, fragment_walk, numbers
 from diloco.judge.oracle.data import Data
 
 WHOLE = {"enabled": False}
@@ -142,6 +143,18 @@ def test_of_a_learner_with_two_updates_in_a_round_the_later_one_sets_the_radius(
     made = [item.body for item in tape if getattr(item.body, "inputs", ())]
     assert [one.learner for one in made[1].inputs].count("a") == 2
     assert [finding.sentence for finding in ask(lab, tape).findings] == []
+
+
+@pytest.mark.parametrize(("most", "split"), [(3, True), (1 << 15, False)])
+def test_a_round_is_one_record_however_many_learners_it_has(monkeypatch, most, split):
+    """Unless it has more observations than a record may have."""
+    for module in (machine, fragment_walk):
+        monkeypatch.setattr(module, "OBSERVATIONS", 3)
+        monkeypatch.setattr(module, "MOST_OBSERVATIONS", most)
+    lab, tape = play(crowded, {"quorum": {"min_learners": 4, "deadline_s": 20.0}})
+    assert [finding.sentence for finding in ask(lab, tape).findings] == []
+    reasons = [getattr(item.body, "reason", "") for item in tape]
+    assert ("observations" in reasons) == split
 
 
 @pytest.mark.parametrize("field", ["kept", "radii"])

@@ -369,8 +369,8 @@ class Record(Body):
     rejected: Several[Rejected] = Field(description="updates that were not merged")
     reason: Text = Field(
         description="why the round closed: `created`, `complete`, `grace`, `deadline`, `final`,"
-        " `rejections`, `observations` (8192 are waiting for a record), `rollback`,"
-        " `resumed`"
+        " `rejections`, `observations` (so many are waiting for a record: 8192, or twice the"
+        " fragment's learners if that is more, at most 32768), `rollback`, `resumed`"
     )
     factors: bytes = Field(
         description="float32 per segment, little endian: the factor of the sum of the inputs"

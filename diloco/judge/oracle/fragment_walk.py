@@ -17,7 +17,7 @@ from diloco.judge.oracle.rounds import recorded, time_up_s
 # The number of these rules; a record states in `policy.rules` which its owner followed.
 RULES = 5.0
 # After this many observations an owner must make a record.
-OBSERVATIONS = 1 << 13
+OBSERVATIONS, MOST_OBSERVATIONS = 1 << 13, 1 << 15
 
 
 class Chain:
@@ -224,7 +224,8 @@ class Chain:
         self._check_time(life, seen)
         watch(life, seen, record)
         self._check_cut(life, seen)
-        if count >= OBSERVATIONS and not life.storing and life.due is None:
+        enough = min(max(OBSERVATIONS, 2 * len(life.memory.members)), MOST_OBSERVATIONS)
+        if count >= enough and not life.storing and life.due is None:
             life.due = Close("verdict", "observations", life.final, seen.at_s)
         return True
 
