@@ -210,7 +210,9 @@ class Claims(GrantedShares):
                 await asyncio.Event().wait()
             if behind <= self._position or not held:
                 share, first = self._holdings.choose(learner, sizes)
-                await self._say(sizes, "claim", max(behind, self._position), share, first)
+                at = max(behind, self._position)
+                # On a tape that the run was resumed on, no claim of this life would count.
+                self._check_tape(await self._say(sizes, "claim", at, share, first))
             else:
                 self._moved.clear()
                 await self._moved.wait()
@@ -219,7 +221,7 @@ class Claims(GrantedShares):
         """Checks that this learner's join is on the tape; without it no claim counts.
 
         Args:
-            seq: the sequence of this learner's first claim.
+            seq: the sequence of a claim of this learner.
 
         Raises:
             NewTapeError: the run was resumed on another tape since the join.

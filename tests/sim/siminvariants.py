@@ -91,6 +91,9 @@ class Checkers:
         shut_out = {name for record in file.records for name in record.policy.quarantined}
         world = self._world
         self.admission = Admission(world.store.rotten, world.injected, shut_out)
+        # An operator may speak of learners while a tape is half made.
+        for seq, word in world.messages(wire.Quarantine, names.quarantine(world.run_name, "*")):
+            self.admission.hear(word, seq)
         lost, self.chains = self.chains, [Chain.goes_on(epoch, file, one) for one in file.records]
         for before, chain, record in zip(lost, self.chains, file.records, strict=True):
             known = before.digests.items()

@@ -102,6 +102,52 @@ def test_a_life_whose_join_is_not_on_the_tape_claims_nothing(run_async, joined_s
     run_async(scenario())
 
 
+class FewClaims(MemoryBus):
+    """A bus that takes ten claims."""
+
+    claims = 0
+
+    async def publish(self, subject, payload, **how):
+        self.claims += ".claim." in subject
+        if self.claims > 10:
+            raise BusError("no more claims")
+        return await super().publish(subject, payload, **how)
+
+
+def test_a_life_that_meets_a_new_tape_claims_once(run_async):
+    """Until it notices that the run was resumed, and ends, it would claim without a pause."""
+
+    async def scenario():
+        bus = FewClaims()
+        context = await made(bus)
+        life = await join(context, "here")
+        background = Background(asyncio.get_running_loop())
+        claims = Claims(
+            context, lambda: False, life, ResumePosition(0, (0, 0)), background=background,
+            told=lambda *_: None,
+        )  # fmt: skip
+        claims.divide(SIZES)
+        await asyncio.wait_for(asyncio.to_thread(claims.at, 0), PATIENCE_S)
+        await bus.remove_stream("diloco-r")
+        await bus.create_stream(
+            "diloco-r", names.tape_subjects("r"), StreamLimits(), first_seq=first_sequence(1)
+        )
+        with pytest.raises(NewTapeError, match="resumed on a new tape"):
+            await asyncio.wait_for(asyncio.to_thread(all_of, claims), PATIENCE_S)
+        await asyncio.to_thread(background.close)
+        assert len(bus.broker.stream("diloco-r").log) == 1
+
+    run_async(scenario())
+
+
+def all_of(claims):
+    """Reads all of a learner's batches, for ever."""
+    position = 0
+    while True:
+        claims.at(position)
+        position += 1
+
+
 def said(life, what, position, share=0):
     word = wire.Claim(
         run="r", learner="learner-0", incarnation=life.incarnation, what=what, shares=SIZES.shares,
