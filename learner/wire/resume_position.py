@@ -107,8 +107,9 @@ async def place_after_join(context: Context, incarnation: int) -> ResumePosition
         newest[subject] = await _last(context, subject)
         return newest[subject]
 
-    reached = await data_reached(context, context.learner, last)
-    position = max(*reached.values(), await _claimed_from(context))
+    begins = await _claimed_from(context)
+    reached = await data_reached(context, context.learner, last, begins=begins)
+    position = max(*reached.values(), begins)
     count = len(context.layout.fragments)
     lost = lost_batches(position, reached, count)
     subjects = (names.update(context.run, context.learner, fragment) for fragment in range(count))

@@ -1,6 +1,7 @@
 """A learner claims shares of the data on the tape, also when others are faster."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from diloco.common.protocol.errors import (
     NewTapeError,
     ReadFurtherError,
 )
+from diloco.common.protocol.layout import Tensor, TensorHint, make_layout
 from diloco.common.protocol.sequences import first_sequence
 from diloco.common.storage.bus import MemoryBus, StreamLimits
 from diloco.common.storage.data_share_allocation import Sizes
@@ -176,6 +178,27 @@ def test_a_life_begins_behind_the_claims_that_its_learner_has_ended(run_async):
 
     for place in run_async(scenario()):
         assert (place.position, place.lost) == (6, (6, 6))
+
+
+def test_what_the_life_before_did_not_hold_is_not_lost(run_async):
+    """It has trained one of two modules, and ended its claims with its work unsent."""
+    tensors = [Tensor(name=name, shape=(16,), dtype="float32") for name in "ab"]
+    layout = make_layout(
+        tensors, fragments=2, block=16, hint=lambda name, _: TensorHint(module=name)
+    )
+
+    async def scenario():
+        bus = MemoryBus()
+        context = replace(await made(bus), layout=layout)
+        await bus.publish(names.spec("r"), wire.encode(specification(context)))
+        life = await join(context, "here", holds=("a",))
+        for word in (("begin", 0), ("claim", 0), ("end", 3)):
+            await bus.publish(*said(life, *word))
+        second = await join(context, "here", holds=("b",))
+        return await place_after_join(context, second.incarnation)
+
+    place = run_async(scenario())
+    assert (place.position, place.lost) == (3, (3, 0))
 
 
 def test_a_run_of_a_release_without_claims_needs_none(run_async):

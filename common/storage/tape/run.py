@@ -251,19 +251,21 @@ async def data_reached(
     learner: str,
     last: Callable[[str], Awaitable[Message | None]] | None = None,
     earlier: Mapping[str, int] | None = None,
+    begins: int = 0,
 ) -> dict[int | None, int]:
     """Returns fragment -> the data position, in batches, that a learner's messages about it reach.
 
     These messages are updates of the fragment, and leaves that list it; a fragment without any has
     no entry. The key None has the position that holds for all fragments: that of leaves that end a
     life, or of earlier epochs. A fragment that the life before the newest one did not hold has the
-    highest position, as that life lost none of its work.
+    highest position, or `begins`, as that life lost none of its work.
 
     Args:
         context: the run's context.
         learner: the learner's name.
         last: returns a subject's last message; if None, `Bus.last`, whose answers may be stale.
         earlier: positions of earlier epochs, by learner; if None, those of the specification.
+        begins: the first position of the learner that lives which ended have not read.
     """
     run = context.run
     last = last or partial(_last, context)
@@ -283,19 +285,22 @@ async def data_reached(
         async for said, seq in _readable(context, wire.Leave, last_leave):
             if may_be_merged(context, said, seq, joins):
                 note_reached(found, said)
-    note_not_held(context, found, held)
+    note_not_held(context, found, held, begins)
     return found
 
 
-def note_not_held(context: RunContext, found: dict[int | None, int], holds: Sequence[str]) -> None:
+def note_not_held(
+    context: RunContext, found: dict[int | None, int], holds: Sequence[str], least: int = 0
+) -> None:
     """Raises positions in `found`, a result of `data_reached`, of fragments that a life lacks.
 
     Args:
         context: the run's context.
         found: changed in place; these positions become the highest one.
         holds: the modules that the life held; empty: all.
+        least: the least that these positions become.
     """
-    highest = max(found.values())
+    highest = max(*found.values(), least)
     for fragment in context.layout.fragments:
         if holds and fragment.module not in holds:
             found[fragment.index] = highest
