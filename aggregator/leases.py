@@ -390,9 +390,14 @@ class Leases:
     async def _say_done(self, fragment: int) -> None:
         subject = names.fragment_lease(self._context.run, fragment)
         async with self._renewing:  # or a renewal under way would take it back
-            revision = self._held.get(fragment, 0)
-            with contextlib.suppress(SwapLostError):  # Its present owner will find the same.
-                await self._publish(subject, "done", revision)
+            try:
+                await self._publish(subject, "done", self._held.get(fragment, 0))
+            except SwapLostError:
+                # Another owner will find the same; or the answer to a renewal of ours was lost.
+                last = await self._last(subject)
+                if last is not None and last.lease.life == self._life:
+                    with contextlib.suppress(SwapLostError):
+                        await self._publish(subject, "done", last.revision)
             self._held.pop(fragment, None)
             self._done.add(fragment)
 

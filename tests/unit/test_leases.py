@@ -316,6 +316,27 @@ def test_what_one_has_said_is_done_is_done_although_no_answer_came(run_async):
     run_async(scenario())
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_fragment_is_done_though_the_answer_to_a_renewal_was_lost(run_async, ours):
+    """Else others take it again, of whom the last one may have a bad machine. Another owner keeps it."""
+
+    async def scenario():
+        lab = Lab()
+        await lab.create()
+        owner, other = (leases.Leases(lab.context, 60.0) for _ in range(2))
+        assert await owner._acquire(0)
+        known = owner._held[0]
+        if ours:
+            await owner._renew_one(0)
+        else:
+            await other._publish(names.fragment_lease(RUN, 0), "held", known)
+        owner._held[0] = known
+        await owner._say_done(0)
+        return (await owner._last(names.fragment_lease(RUN, 0))).lease.state
+
+    assert run_async(scenario()) == ("done" if ours else "held")
+
+
 class Repeating(MemoryBus):
     """After each message but the first gives the one before it again."""
 
