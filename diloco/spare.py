@@ -4,8 +4,8 @@
 while a training process runs: the imports take seconds of a processor, and are then no part of the
 pause that begins when slices come or go. It touches no device before it is told.
 
-A function imports them, since processes that a task's code spawns import this file again. What only
-some tasks import is not among them: a task may prepare such an import.
+A function does the imports, since processes that a task's code spawns import this file again. It
+imports nothing that only some tasks need: a task may set variables before such an import.
 """
 
 import json

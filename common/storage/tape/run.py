@@ -265,7 +265,7 @@ async def data_reached(
         learner: the learner's name.
         last: returns a subject's last message; if None, `Bus.last`, whose answers may be stale.
         earlier: positions of earlier epochs, by learner; if None, those of the specification.
-        begins: the first position of the learner that lives which ended have not read.
+        begins: the learner's first position that no life which has ended has read.
     """
     run = context.run
     last = last or partial(_last, context)
