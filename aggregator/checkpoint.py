@@ -62,9 +62,10 @@ class Marked(NamedTuple):
 async def mark(context: Context) -> Marked:
     """Makes a checkpoint of the newest versions.
 
-    The checkpoint message is published first. From then on garbage collection keeps the stored
-    views and outer states of these versions. If a version has none stored yet, garbage collection
-    may still remove the objects from which the version is recomputed; then the checkpoint is tried
+    The checkpoint message is published first. Garbage collections that look for checkpoints later
+    keep the stored views and outer states of these versions. One that looked before may remove
+    those of a version that is not one of its fragment's two newest any more, and if a version has
+    none stored yet, the objects from which it is recomputed may go. Then the checkpoint is tried
     again with newer versions.
 
     Raises:
@@ -106,6 +107,7 @@ async def _mark(context: Context, newest: list[Recorded]) -> Marked:
     await context.bus.publish(
         names.checkpoint(context.run), wire.encode(message), msg_id=context.runtime.new_id()
     )
+    _check_newest(newest, await _newest_of_all(context))
     quarantined = tuple(sorted(await quarantined_learners(context)))
     # One after the other, so that only one fragment's arrays are in memory.
     records = [await _beginning(context, at, quarantined) for at in newest]
@@ -126,6 +128,18 @@ async def _mark(context: Context, newest: list[Recorded]) -> Marked:
         context.store.put, names.checkpoint_object(context.run, message.name), wire.encode(file)
     )
     return Marked(message.name, message.versions)
+
+
+def _check_newest(named: list[Recorded], now: list[Recorded]) -> None:
+    """Raises if a collection that knows nothing of a checkpoint may remove what it names."""
+    # The floor of a collection is at most the older of the two newest stored versions.
+    for one, newest in zip(named, now, strict=True):
+        if newest.record.version > one.record.version + 1:
+            raise IntegrityError(
+                f"fragment {one.record.fragment}: version {newest.record.version} was made before "
+                f"the checkpoint of version {one.record.version} was on the tape",
+                hint="make the checkpoint again",
+            )
 
 
 async def _newest(context: Context, fragment: int) -> Recorded:

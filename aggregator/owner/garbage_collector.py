@@ -2,10 +2,11 @@
 
 The order of the steps matters, and stopping after any of them does no harm:
 1. list the store; objects stored later are not considered;
-2. find out which learners may still announce updates, and which checkpoints there are;
+2. find out which learners may still announce updates;
 3. read the fragment's records up to the newest, so that no verdict given since step 2 is missed;
-4. check that no newer tape of the run exists: its objects are not this collector's to delete;
-5. trim the tape, then delete objects: a record on the tape may name the object of its body.
+4. find out which checkpoints there are: what step 3 makes garbage may be of a new checkpoint;
+5. check that no newer tape of the run exists: its objects are not this collector's to delete;
+6. trim the tape, then delete objects: a record on the tape may name the object of its body.
 """
 
 import asyncio
@@ -166,8 +167,8 @@ class Collector:
             return  # It may know an incarnation, but not yet all updates of the one before.
         fleet = fleet_of(state)
         found = await self._list()
-        retained = await read_retained(context, context.gc.keep_checkpoints, self._logger)
         await read_on(context, self._ledger)
+        retained = await read_retained(context, context.gc.keep_checkpoints, self._logger)
         await check_epoch(context)
         check_tape_is_newest(self._ledger, found)
         plan = garbage.plan(

@@ -110,13 +110,15 @@ async def find(context: RunContext, section: GcSection) -> GarbageFound:
     stored = await context.runtime.call(_listing, context)
     heard = await _hear(context)
     lives = _lives(heard, stored.learners)
+    fragments = range(len(context.layout.fragments))
+    ledgers = [Ledger(context.run, fragment, context.epoch) for fragment in fragments]
+    for ledger in ledgers:
+        await read_on(context, ledger)
+        check_tape_is_newest(ledger, stored.objects[ledger.fragment])
     retained = await read_retained(context, section.keep_checkpoints, context.logger)
     found, answered = GarbageFound(), []
     marked: list[tuple[str, int]] = []
-    for fragment in range(len(context.layout.fragments)):
-        ledger = Ledger(context.run, fragment, context.epoch)
-        await read_on(context, ledger)
-        check_tape_is_newest(ledger, stored.objects[fragment])
+    for fragment, ledger in enumerate(ledgers):
         pending = {up for seq, up in heard.manifests[fragment] if seq >= ledger.position}
         plan = garbage.plan(
             ledger,

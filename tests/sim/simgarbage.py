@@ -27,7 +27,7 @@ class Needs:
     Attributes:
         wholes: versions whose view and outer state are stored, ascending.
         deltas, states, shards: the version to which each object belongs, by the object's name.
-        pinned: (checkpoint, version) for each checkpoint on the tape.
+        pinned: (checkpoint, version) for each checkpoint with a file.
     """
 
     made: list[Made] = field(default_factory=list)
@@ -98,10 +98,14 @@ class GarbageChecker:
         self.deleted = 0
         self.trimmed = 0
 
-    def note_checkpoint(self, checkpoint: wire.Checkpoint) -> None:
-        """Note a checkpoint, whose versions must stay from now on."""
-        for fragment, version in enumerate(checkpoint.versions):
-            self.needs[fragment].pinned.append((checkpoint.name, version))
+    def note_checkpoint(self, file: wire.CheckpointFile) -> bool:
+        """Note a checkpoint's file, whose versions must stay from now on; return if it is the newest.
+
+        Before its file is stored a checkpoint is not made, and may be tried again.
+        """
+        for needs, record in zip(self.needs.values(), file.records, strict=True):
+            needs.pinned.append((file.name, record.version))
+        return max(self.needs[0].pinned)[0] == file.name
 
     def begin_epoch(self, file: wire.CheckpointFile, stored: Iterable[str]) -> None:
         """Begin anew, since a new tape begins with a checkpoint, and the store has these objects."""

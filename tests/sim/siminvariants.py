@@ -37,8 +37,8 @@ class Checkers:
     """All checkers of one run.
 
     Args:
-        world: the simulated world; its broker and store call `on_message`, `on_deleted` and
-            `on_trimming`.
+        world: the simulated world; its broker and store call `on_message`, `on_stored`,
+            `on_deleted` and `on_trimming`.
     """
 
     def __init__(self, world: "World") -> None:
@@ -74,7 +74,6 @@ class Checkers:
             "claim": self._on_claim,
             "update": self._on_update,
             "record": self._on_record,
-            "checkpoint": self._on_checkpoint,
             "quarantine": self._on_quarantine,
             "stop": self._on_stop,
             "end": self._on_end,
@@ -134,6 +133,11 @@ class Checkers:
             if finding.rule == "data" and LIAR in finding.about:
                 continue  # A learner may lie about its own data.
             raise Violation(f"oracle-{finding.rule}", finding.about, finding.sentence)
+
+    def on_stored(self, name: str) -> None:
+        """Checks that a checkpoint has all that it names; called once an object is stored."""
+        if name.startswith(names.checkpoint_prefix(self._world.run_name)):
+            self._guard(self._on_checkpoint_file, name)
 
     def on_deleted(self, name: str) -> None:
         """Checks that an object may be deleted; called just before that."""
@@ -312,8 +316,13 @@ class Checkers:
             what = f"version {record.version} names {ref.name}, which is not there"
             hold(ref.name in self._world.store, "objects", f"fragment {record.fragment}", what)
 
-    def _on_checkpoint(self, message: Message) -> None:
-        self.garbage.note_checkpoint(decode_as(wire.Checkpoint, message.subject, message.payload))
+    def _on_checkpoint_file(self, name: str) -> None:
+        file = wire.decode(wire.CheckpointFile, self._stored.get(name))
+        if file.specification.epoch != self.epoch or self._world.tail_lost:
+            return  # Whoever stored it had not heard that its tape is lost.
+        if self.garbage.note_checkpoint(file):
+            for record in file.records:
+                self._check_objects(record)
 
     def _on_quarantine(self, message: Message) -> None:
         word = decode_as(wire.Quarantine, message.subject, message.payload)

@@ -20,11 +20,13 @@ class SimStore(MemoryStore):
     """The world's objects.
 
     Attributes:
+        stored: called with each object's name once the object is stored.
         deleting: called with each object's name before the object is deleted.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.stored: Callable[[str], None] = lambda _name: None
         self.deleting: Callable[[str], None] = lambda _name: None
         # Names by folder, since daemons list many folders.
         self._folders: dict[str, dict[str, None]] = defaultdict(dict)
@@ -42,6 +44,7 @@ class SimStore(MemoryStore):
         if name not in self._objects:
             super().put(name, data)
             self._folders[_folder(name)][name] = None
+            self.stored(name)
         elif self.sound(name) != data:
             raise ObjectExistsError(f"object {name!r} exists with other bytes")
 

@@ -137,6 +137,7 @@ class World:
         self.epoch = 0
         self.store = SimStore()
         self.checkers = Checkers(self)
+        self.store.stored = self.checkers.on_stored
         self.store.deleting = self.checkers.on_deleted
         self.broker = SimBroker(self.clock, self._hear, self.checkers.on_trimming)
         self.rng = random.Random(f"world-{seed}")

@@ -8,20 +8,24 @@ from runlab import RUN, SNAPSHOT_EVERY, Lab
 from structlog.testing import capture_logs
 
 from diloco.aggregator.checkpoint import mark
+from diloco.aggregator.context import Context
 from diloco.aggregator.core import memory
-from diloco.aggregator.core.garbage import Announcers
+from diloco.aggregator.core.garbage import Announcers, Ledger
 from diloco.aggregator.core.members import Member, Members
 from diloco.aggregator.core.state import State, Storing
 from diloco.aggregator.core.updates import MergedUpdates, Resolved, UpdateId, WaitingUpdates
+from diloco.aggregator.owner import garbage_collector
 from diloco.aggregator.owner.garbage_collector import (
     Collector,
     ShardListing,
     fleet_of,
+    read_on,
     read_retained,
 )
 from diloco.aggregator.owner.recovery import recover
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import BusUnavailableError, StoreUnavailableError
+from diloco.common.storage.checkpoint_files import checkpoints, load_file
 from diloco.common.storage.store import MemoryStore
 from diloco.common.storage.tape import data_position
 from diloco.common.storage.views import load_view
@@ -256,6 +260,62 @@ def test_checkpoints_of_earlier_tapes_keep_their_objects(run_async):
             retained = await read_retained(later.context, 2, later.context.logger)
         assert retained.versions == (marked.versions,)
         assert [entry["event"] for entry in logs] == ["unreadable"]
+
+    run_async(scenario())
+
+
+async def goes_on(lab: Lab) -> None:
+    """Makes versions, above which nothing needs the present one."""
+    async with lab.aggregating():
+        await lab.send_many("a", 4 * SNAPSHOT_EVERY)
+
+
+def check_whole(lab: Lab, name: str) -> None:
+    for record in load_file(lab.store, RUN, name).records:
+        lab.store.get(record.snapshot.name)
+        lab.store.get(record.outer.name)
+
+
+def test_a_checkpoint_that_is_made_while_records_are_read_keeps_its_objects(run_async, monkeypatch):
+    async def scenario() -> None:
+        lab, begun = await never_collected()
+        marked = []
+
+        async def meanwhile(context: Context, ledger: Ledger) -> None:
+            marked.append(await mark(lab.context))
+            await goes_on(lab)
+            await read_on(context, ledger)
+
+        stored = len(lab.objects(""))
+        with monkeypatch.context() as patched:
+            patched.setattr(garbage_collector, "read_on", meanwhile)
+            caught_up = begun._replace(seen_seq=begun.known_seq)
+            await Collector(lab.context, 0, lambda: caught_up, ShardListing())._collect()
+        assert len(lab.objects("")) < 2 * stored
+        check_whole(lab, marked[0].name)
+
+    run_async(scenario())
+
+
+def test_a_checkpoint_that_newer_versions_overtake_is_made_of_these(run_async, monkeypatch):
+    """A collection that looked for checkpoints before may remove what an older version needs."""
+
+    async def scenario() -> None:
+        lab, _ = await never_collected()
+        publish = lab.bus.publish
+
+        async def late(subject: str, payload: bytes, **options: object) -> int:
+            if subject == names.checkpoint(RUN):
+                monkeypatch.setattr(lab.bus, "publish", publish)
+                await goes_on(lab)
+            return await publish(subject, payload, **options)
+
+        monkeypatch.setattr(lab.bus, "publish", late)
+        with capture_logs() as logs:
+            marked = await mark(lab.context)
+        assert marked.versions == (8 * SNAPSHOT_EVERY,)
+        assert await _has(logs, "checkpoint_overtaken")
+        assert checkpoints(lab.store, RUN) == [marked.name]
 
     run_async(scenario())
 

@@ -2,12 +2,17 @@
 
 from runlab import RUN, SNAPSHOT_EVERY, Lab
 
-from diloco.aggregator.owner.garbage_collector import delete, trim_tape
+from diloco.aggregator.checkpoint import mark
+from diloco.aggregator.core.garbage import Ledger
+from diloco.aggregator.owner.garbage_collector import delete, read_on, trim_tape
 from diloco.aggregator.owner.recovery import recover
 from diloco.common.process.config import GcSection
 from diloco.common.protocol import names
+from diloco.common.storage.checkpoint_files import load_file
 from diloco.common.storage.store import ObjectInfo
+from diloco.common.storage.tape import RunContext
 from diloco.common.storage.views import load_view
+from diloco.operate import run_garbage
 from diloco.operate.run_garbage import GarbageFound, find, table
 
 NOW = GcSection(replay_window_s=0, keep_checkpoints=1)
@@ -60,6 +65,27 @@ def test_it_finds_what_an_aggregator_would_and_strangers_shards(run_async):
         assert (again.objects, again.messages) == ([], 0)
         assert (await recover(lab.context, 0)).record.version == 4 * SNAPSHOT_EVERY
         await load_view(lab.context, 0)
+
+    run_async(scenario())
+
+
+def test_a_checkpoint_that_is_made_meanwhile_keeps_its_objects(run_async, monkeypatch):
+    async def scenario() -> None:
+        lab = Lab(enabled=False)
+        await stored(lab, 4 * SNAPSHOT_EVERY)
+        marked = []
+
+        async def meanwhile(context: RunContext, ledger: Ledger) -> None:
+            marked.append(await mark(lab.context))
+            async with lab.aggregating():
+                await lab.send_many("a", 4 * SNAPSHOT_EVERY)
+            await read_on(context, ledger)
+
+        monkeypatch.setattr(run_garbage, "read_on", meanwhile)
+        found = {item.name for item in (await find(lab.context, NOW)).objects}
+        (record,) = load_file(lab.store, RUN, marked[0].name).records
+        assert found
+        assert not found & {record.snapshot.name, record.outer.name}
 
     run_async(scenario())
 
