@@ -90,6 +90,26 @@ def test_it_knows_which_version_has_the_update_before(merged, most):
     assert data._bounds(after, sent, None) == (48, most)
 
 
+@pytest.mark.parametrize(
+    ("restored", "base", "begins_at", "found"),
+    [(2, 2, 5, []), (2, 2, 3, [3]), (2, 1, 5, [5]), (None, 2, 5, [5])],
+)
+def test_a_life_goes_on_with_what_the_life_before_kept_since_a_rollback(
+    restored, base, begins_at, found
+):
+    """The life before let go of the steps from 4 to 5, sent the other fragment's and none of these."""
+    data = Data(SPECIFICATION, {})
+    of_other = update(6, 1, 8, 8).model_copy(update={"fragment": 1})
+    for seq, body in ((4, join()), (5, update(4, 1, 4, 4)), (6, join()), (8, of_other)):
+        assert [*data.take(body, seq)] == []
+        if seq == 6 and restored:
+            record = make_record(what="restore", version=restored, position=6)
+            assert [*data.resolve(record, 7, followed=True)] == []
+    assert [*data.take(join(), 9)] == []
+    sent = update(9, 1, 10 - begins_at, 10).model_copy(update={"base_version": base})
+    assert [one.found for one in data.take(sent, 10)] == found
+
+
 def answer(update, seq):
     """A verdict that rejects an update, announced at `seq`."""
     rejected = wire.Rejected(

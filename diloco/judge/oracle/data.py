@@ -83,6 +83,7 @@ class _LearnerData:
         of_fragment: the greatest position that the newest life of its time stated of a fragment;
             the key None: of all fragments.
         reached: `of_fragment` when the newest life joined.
+        base_versions: by fragment, the base version of the newest update that set `of_fragment`.
         begins: least and most position at which each of its lives may have begun anew.
         left: stream sequence and position of the newest life's leave; None: it has not left.
     """
@@ -96,17 +97,18 @@ class _LearnerData:
     left: tuple[int, int] | None = None
     of_fragment: dict[int | None, int] = field(default_factory=dict)
     reached: dict[int | None, int] = field(default_factory=dict)
+    base_versions: dict[int, int] = field(default_factory=dict)
     begins: set[tuple[int, int]] = field(default_factory=set)
 
-    def goes_on_at(self, fragment: int, start: int) -> bool:
+    def goes_on_at(self, fragment: int, start: int, *, let_go: bool) -> bool:
         """True if unsent work of earlier lives may begin at `start`.
 
         It begins where the fragment's updates end; or, if a life that began anew has sent none,
-        where that life began.
+        where that life began; or behind that, where a life let go of its work (`let_go`).
         """
         reached = max(self.reached.get(fragment, 0), self.reached.get(None, 0))
         anew = any(least <= start <= most for least, most in self.begins)
-        return start == reached or (start > reached and anew)
+        return start == reached or (start > reached and (anew or let_go))
 
     def join(self, incarnation: int, holds: tuple[str, ...] = ()) -> None:
         """Begins a life, which may resume from `said` on."""
@@ -230,6 +232,8 @@ class Data:
         sent.covered = max(sent.covered, manifest.position)
         sent.base_version = manifest.base_version
         sent.merged_version = 0 if manifest.seq > sent.answered else manifest.base_version + 1
+        if manifest.incarnation >= learner.incarnation:
+            learner.base_versions[manifest.fragment] = manifest.base_version
         self._say(manifest.learner, manifest.incarnation, manifest.position, (manifest.fragment,))
 
     def _check_data(
@@ -247,7 +251,11 @@ class Data:
             most = math.inf
         # The update at whose end the unsent work begins may be trimmed.
         unknown = trimmed and manifest.fragment not in learner.reached
-        goes_on = not sent.seq and (unknown or learner.goes_on_at(manifest.fragment, start))
+        before = learner.base_versions.get(manifest.fragment, -1)
+        let_go = self._rolled_back(manifest, before)
+        goes_on = not sent.seq and (
+            unknown or learner.goes_on_at(manifest.fragment, start, let_go=let_go)
+        )
         if not (least <= start <= most or goes_on):
             yield Violation("data", seq, about, "position less steps", (least, most), start)
         if manifest.base_version < sent.base_version:
@@ -268,7 +276,7 @@ class Data:
             # The life may have begun from a version before the rollback, read from a stale replica.
             may = floors or manifest.fragment in self._overwritten
             return learner.least, math.inf if may else learner.most
-        let_go = any(sent.base_version < floor <= manifest.base_version for floor in floors)
+        let_go = self._rolled_back(manifest, sent.base_version)
         if manifest.fragment in self._overwritten:
             let_go = manifest.base_version > sent.base_version
         if let_go:
@@ -281,6 +289,11 @@ class Data:
             since = manifest.position - sent.position
             return sent.position, sent.position + math.ceil((1 - self._blend) * since)
         return sent.position, sent.position
+
+    def _rolled_back(self, manifest: wire.Manifest, before: int) -> bool:
+        """True if a rollback lies between version `before` and an update's base version."""
+        floors = self._floors[manifest.fragment]
+        return any(before < floor <= manifest.base_version for floor in floors)
 
     def begin(self, record: wire.Record) -> None:
         """Starts at a fragment's oldest record, or at the first one after an unreadable record."""
