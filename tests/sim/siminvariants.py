@@ -370,12 +370,15 @@ class Checkers:
             self.batches.leave(life, position)
 
     def on_granted(self, life: Life, holding: Holding) -> None:
-        """Checks that a life has a share by the oracle's rules too, unless it has announced its end."""
+        """Checks that a life has a share by the oracle's rules too, unless it has ended on the tape.
+
+        A life that an aggregator ended while it was paused may not have read that yet.
+        """
         self._world.injected["shares"] += 1
         if self._is_judged(life) and self.oracle.oracle is not None:
             shares = self.oracle.oracle.shares
             held = any(one.share == holding.share for one in shares._held[life.learner])
-            ended = shares._ended.get(life.learner) == life.incarnation
+            ended = shares._ended.get(life.learner, 0) >= life.incarnation
             self._guard(hold, held or ended, "shares", life, f"is granted {holding}")
 
     def on_adopted(self, life: Life, ready: Ready, view: np.ndarray, position: int) -> None:
