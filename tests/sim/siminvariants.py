@@ -149,6 +149,9 @@ class Checkers:
         # A process that outlived another tape may trim messages that this tape does not have.
         if not self._world.tail_lost and below_seq > first_sequence(self.epoch):
             self._guard(self.garbage.on_trimming, stream, subject, below_seq)
+            about = names.parse_subject(subject)
+            if about is not None and about.kind == "leave" and about.learner:
+                self.batches.trim_leaves(about.learner, below_seq)
 
     def _may_be_merged(self, shard: names.ShardName) -> bool:
         """Whether a record may still merge the update of a shard."""

@@ -28,11 +28,15 @@ Batch = tuple[int, int]
 
 
 class _Said(NamedTuple):
-    """A data position that a learner has announced for `fragments`; None: for all fragments."""
+    """A data position that a learner has announced for `fragments`; None: for all fragments.
+
+    `left` tells that a leave for some fragments announced it.
+    """
 
     seq: int
     position: int
     fragments: Collection[int] | None = None
+    left: bool = False
 
 
 class Batches:
@@ -62,6 +66,7 @@ class Batches:
         self._reached: defaultdict[int, int] = defaultdict(int)
         self._merged: defaultdict[int, dict[Batch, UpdateId]] = defaultdict(dict)
         self._said: defaultdict[str, list[_Said]] = defaultdict(list)
+        self._trimmed: defaultdict[str, int] = defaultdict(int)
         for learner, position in earlier.items():
             self._said[learner].append(_Said(0, position))
         # Lives that go on with what the life before had not sent.
@@ -152,8 +157,12 @@ class Batches:
         """Checks and notes a leave, of a whole life or for some fragments."""
         if word.incarnation in self._expiries:
             self._check_end(word.learner, word.incarnation, word.position)
-        said = _Said(seq, word.position, word.fragments or None)
+        said = _Said(seq, word.position, word.fragments or None, left=bool(word.fragments))
         self._say(word.learner, word.incarnation, said)
+
+    def trim_leaves(self, learner: str, below_seq: int) -> None:
+        """Note that a learner's leaves below a sequence are about to be removed; the last stays."""
+        self._trimmed[learner] = max(below_seq, self._trimmed[learner])
 
     def _say(self, learner: str, incarnation: int, said: _Said) -> None:
         # Updates of superseded lives are rejected: their batches must be trained again.
@@ -174,25 +183,32 @@ class Batches:
         elif word.incarnation != self._newest.get(word.learner):
             return  # An aggregator has ended the life: its end says what is lost, and this is void.
         orderly = word.what == "end" and word.incarnation not in self._expiries
-        lost = [0 if orderly else self._lost(word, fragment) for fragment in self._fragments]
-        self._injected["work_lost"] += any(lost)
+        lost = [(0, 0) if orderly else self._lost(word, at) for at in self._fragments]
+        self._injected["work_lost"] += any(least for least, _ in lost)
         about, told = f"{word.learner} {word.incarnation}", word.lost or (0,) * len(lost)
         # Who goes on has lost nothing, except where versions overwrite or roll back.
         goes_on = (word.learner, word.incarnation) in self._going_on
-        right = (
-            all(0 <= one <= most for one, most in zip(told, lost, strict=True))
-            if goes_on
-            else [*told] == lost
+        right = all(
+            (0 if goes_on else least) <= one <= most
+            for one, (least, most) in zip(told, lost, strict=True)
         )
         hold(right, "batches", about, f"{word.what} says lost {told}, not {lost}")
 
-    def _lost(self, word: wire.Claim, fragment: int) -> int:
-        """Returns how many batches before a life's position are in no update of a fragment."""
+    def _lost(self, word: wire.Claim, fragment: int) -> tuple[int, int]:
+        """Returns how many batches before a life's position are in no update of a fragment.
+
+        The most is without leaves for some fragments that collection has removed.
+        """
         if fragment in self._lacked.get((word.learner, word.incarnation), ()):
-            return 0  # The life before did not train it.
+            return 0, 0  # The life before did not train it.
         said = self._before(word.learner, word.incarnation)
         mine = [one for one in said if one.fragments is None or fragment in one.fragments]
-        return word.position - max((one.position for one in mine), default=0)
+        below_seq = self._trimmed[word.learner]
+        left = [one for one in mine if not (one.left and one.seq < below_seq)]
+        least, most = (
+            word.position - max((one.position for one in ones), default=0) for ones in (mine, left)
+        )
+        return least, most
 
     def _before(self, learner: str, incarnation: int) -> list[_Said]:
         return [one for one in self._said[learner] if one.seq < incarnation]
