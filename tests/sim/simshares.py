@@ -98,7 +98,9 @@ class Batches:
         what = f"begins at {position}, its learner's work ends at {expected}"
         about = f"{life.learner} {life.incarnation}"
         if not before:
-            hold(position in (expected, *late), "batches", about, what)
+            # Or what a newer life has said, while it waited for the answer to its own join.
+            superseded = position > expected and self._newest[life.learner] > life.incarnation
+            hold(superseded or position in (expected, *late), "batches", about, what)
             return
         hold(position >= expected, "batches", about, what)
         self._going_on.add((life.learner, life.incarnation))
