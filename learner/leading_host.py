@@ -3,7 +3,7 @@
 import contextlib
 import platform
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -48,10 +48,10 @@ from diloco.learner.life import (
     show_series,
     show_slices,
 )
-from diloco.learner.synchronizer import Meter, Planner, Synchronizer, never
+from diloco.learner.synchronizer import Losses, Meter, Planner, Synchronizer, never
 from diloco.learner.task import Params
 from diloco.learner.tensors import tree
-from diloco.learner.tensors.checkpoint import CheckpointFolder
+from diloco.learner.tensors.checkpoint import CheckpointFolder, Facts
 from diloco.learner.tensors.send_and_adopt import Replica
 from diloco.learner.wire.checkpoint_save_and_restore import (
     Restored,
@@ -232,7 +232,7 @@ def _leading_life(
     place = host.starting(place_after_join(context, life.incarnation))
     rules = sync_rules(context.settings.sync, context.layout, paused=context.settings.run.paused)
     begun = _Begun(life, place, rules, starts)
-    place, unsent = _go_on(host, context, replica, peers, folder, begun)
+    place, unsent, losses = _go_on(host, context, replica, peers, folder, begun)
     position = place.position
     if place.lost:
         context.logger.warning("work_lost", position=position, batches=list(place.lost))
@@ -252,6 +252,7 @@ def _leading_life(
         outbox=lambda word: background.spawn(publisher.say(word)),
         meter=meter,
         saver=saver,
+        losses=losses,
         check_interval_versions=context.settings.sync.check_interval_versions,
     )
     context.metrics.on_scrape(lambda: show_series(context.metrics, synchronizer, planner.state))
@@ -409,15 +410,16 @@ def _go_on(
     peers: NoOtherHosts,
     folder: CheckpointFolder | None,
     begun: _Begun,
-) -> tuple[ResumePosition, tuple[Carried, ...]]:
+) -> tuple[ResumePosition, tuple[Carried, ...], Losses]:
     """Takes over the unsent work of the life before, if a snapshot has it on all hosts.
 
     Returns:
-        The data position, and by fragment how the work was taken over; nothing if none was.
+        The data position, by fragment how the work was taken over, and the losses of its steps;
+        nothing of both if none was.
     """
     section, place = host.config.learner, begun.place
     if not section.snapshot_steps or folder is None:
-        return place, ()
+        return place, (), Losses()
     here = readable_snapshots(context, section, folder, replica.unsent_shapes())
     common = set(here).intersection(*host.background.call(peers.snapshots()))
     for number in sorted(common, reverse=True):
@@ -428,9 +430,15 @@ def _go_on(
             replica.carry(values(), found)
             steps = [one.work.steps for one in found]
             context.logger.info("work_carried", position=facts.position, steps=steps)
-            return place.going_on(facts.position, found), found
+            return place.going_on(facts.position, found), found, losses_of(facts, found)
     peers.say(messages.GoOn(snapshot=None))
-    return place, ()
+    return place, (), Losses()
+
+
+def losses_of(facts: Facts, found: Sequence[Carried]) -> Losses:
+    """Returns the losses of the steps of a snapshot's unsent work, `found`."""
+    assert facts.loss is not None
+    return Losses(max(one.work.steps for one in found), facts.loss)
 
 
 def _planner(

@@ -42,7 +42,7 @@ from diloco.learner.core.events import (
 from diloco.learner.core.handover import Arrived, Boundary, Decoded, Done, Outbox, Outgoing, Then
 from diloco.learner.task import Params
 from diloco.learner.tensors.send_and_adopt import Delta, PendingView, Replica
-from diloco.learner.wire.checkpoint_save_and_restore import Saver, TrainingProgress
+from diloco.learner.wire.checkpoint_save_and_restore import Saver, TrainingProgress, UnsentWork
 
 # Weight of the newest step in the averages of loss, metrics and step time.
 EMA = 0.1
@@ -126,13 +126,18 @@ def mean_and_worst(
 
 
 class Losses:
-    """The training losses of the newest `REMEMBERED` steps since this learner joined.
+    """The training losses of the newest `REMEMBERED` steps that a learner has done or taken over.
 
     The loss of the newest step may still be computing on the devices.
+
+    Args:
+        carried: the steps of the life before with whose unsent work this one goes on.
+        mean: the mean loss of these steps.
     """
 
-    def __init__(self) -> None:
-        self._known: deque[float] = deque(maxlen=REMEMBERED)
+    def __init__(self, carried: int = 0, mean: float = 0.0) -> None:
+        self._known = deque([mean] * min(carried, REMEMBERED), maxlen=REMEMBERED)
+        # Of this life's newest step; None: it has none.
         self._newest: Any = None
 
     def stepped(self, before: float | None, newest: Any) -> None:
@@ -152,9 +157,9 @@ class Losses:
         The function waits if the newest loss is still computing. It raises a DivergedError for a
         loss that is infinite or NaN, so that such an update is never announced.
         """
-        known = list(self._known)[max(0, len(self._known) + 1 - steps) :]
-        newest = self._newest
-        return lambda: (sum(known) + loss_of(newest)) / (len(known) + 1)
+        newest = [] if self._newest is None else [self._newest]
+        known = list(self._known)[max(0, len(self._known) + len(newest) - steps) :]
+        return lambda: fmean([*known, *map(loss_of, newest)])
 
 
 @dataclass
@@ -610,8 +615,12 @@ class Synchronizer:
         """
         if self.saver is None:
             return
-        values = self.replica.unsent() if boundary.unsent else None
-        self.saver.save(state, self.progress(), boundary.unsent, values)
+        if not boundary.unsent:
+            self.saver.save(state, self.progress())
+            return
+        steps = max(one.work.steps + one.flying.steps for one in boundary.unsent)
+        unsent = UnsentWork(boundary.unsent, self.replica.unsent(), self.losses.mean(steps))
+        self.saver.save(state, self.progress(), unsent)
 
     def _covered(self, send: Send) -> Callable[[], Awaitable[None]] | None:
         # A life's last updates leave nothing to go on with.

@@ -66,6 +66,7 @@ class Facts(NestedRecord):
         leaves: the specification of each array, in order.
         unsent: of a snapshot, what it states of each fragment's unsent work. Its arrays are a pair:
             the state, and the values of that work.
+        loss: of a snapshot, the mean training loss of the steps of that work.
         holds: the modules that the learner held; empty: all.
     """
 
@@ -80,6 +81,7 @@ class Facts(NestedRecord):
     global_step: Count
     leaves: tuple[LeafSpec, ...]
     unsent: tuple[Unsent, ...] = ()
+    loss: float | None = None
     holds: tuple[Name, ...] = ()
 
 
@@ -246,7 +248,7 @@ def state_in(checkpoint: HostCheckpoint) -> HostCheckpoint:
     """Returns a checkpoint without the unsent work that a snapshot has; nothing is checked."""
     if not checkpoint.facts.unsent:
         return checkpoint
-    facts = checkpoint.facts.model_copy(update={"unsent": ()})
+    facts = checkpoint.facts.model_copy(update={"unsent": (), "loss": None})
     return _half(checkpoint._replace(facts=facts), 0)
 
 

@@ -63,6 +63,20 @@ class TrainingProgress(NamedTuple):
     global_step: int
 
 
+class UnsentWork(NamedTuple):
+    """What makes a checkpoint a snapshot.
+
+    Attributes:
+        stated: what the snapshot states of each fragment's unsent work.
+        values: the values of that work, which nobody else uses, a tree of arrays.
+        loss: returns the mean training loss of its steps; waits if it is still computing.
+    """
+
+    stated: tuple[Unsent, ...]
+    values: Any
+    loss: Callable[[], float]
+
+
 class Restored(NamedTuple):
     """The state in a checkpoint, and the steps and tokens at which the counters resume."""
 
@@ -200,8 +214,7 @@ class Saver:
         self,
         state: Any,
         progress: TrainingProgress,
-        unsent: tuple[Unsent, ...] = (),
-        values: Any = None,
+        unsent: UnsentWork | None = None,
     ) -> None:
         """Copies the state on the devices, and returns; the thread then makes the checkpoint.
 
@@ -210,16 +223,15 @@ class Saver:
         Args:
             state: the contents of the checkpoint, a tree of arrays.
             progress: the learner's counters.
-            unsent: of a snapshot, what it states of the fragments' unsent work.
-            values: of a snapshot, the values of that work, which nobody else uses.
+            unsent: the unsent work, if a snapshot is to be made.
         """
         self._newest_step = progress.local_step
         began_s = self._made_s = time.monotonic()
         copies = checkpoints.copied(state)
         if self._part:
             copies = checkpoints.local_part(copies)
-        if unsent:
-            copies = copies, checkpoints.local_part(values)
+        if unsent is not None:
+            copies = copies, checkpoints.local_part(unsent.values)
         stall_s = time.monotonic() - began_s
         self._running = self._worker.submit(self._make, copies, progress, unsent, stall_s)
 
@@ -228,7 +240,7 @@ class Saver:
         self._worker.shutdown()
 
     def _make(
-        self, copies: Any, progress: TrainingProgress, unsent: tuple[Unsent, ...], stall_s: float
+        self, copies: Any, progress: TrainingProgress, unsent: UnsentWork | None, stall_s: float
     ) -> None:
         context, began_s = self._context, time.monotonic()
         try:
@@ -240,12 +252,13 @@ class Saver:
                 epoch=context.epoch,
                 incarnation=self._incarnation,
                 leaves=checkpoints.describe(copies, arrays),
-                unsent=unsent,
+                unsent=() if unsent is None else unsent.stated,
+                loss=None if unsent is None else unsent.loss(),
                 holds=context.holds,
                 **progress._asdict(),
             )
             number = self._folder.write(HostCheckpoint(facts, arrays))
-            if unsent:
+            if unsent is not None:
                 self._coverage.stored(progress.local_step)
             context.logger.info(
                 "checkpoint_saved",
@@ -255,7 +268,7 @@ class Saver:
                 took_s=round(time.monotonic() - began_s, 4),
                 stall_s=round(stall_s, 6),
             )
-            if self._uploads(snapshot=bool(unsent)):
+            if self._uploads(snapshot=unsent is not None):
                 self._upload(checkpoints.state_in(HostCheckpoint(facts, arrays)))
             context.metrics.set(metrics.CHECKPOINTED_AT, context.runtime.clock())
             context.health.troubles.pop("checkpoint", None)

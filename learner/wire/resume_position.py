@@ -70,6 +70,8 @@ class ResumePosition(NamedTuple):
         """
         if facts.incarnation != life.before or len(facts.unsent) != len(starts):
             return None
+        if facts.loss is None:
+            return None  # An earlier release made it: an update that has its work needs the loss.
         if facts.position < self.position:
             return None  # The life has ended its claims behind later work.
         announced = [

@@ -18,7 +18,7 @@ from simchain import Violation
 
 from diloco.common.process.config import LearnerSection
 from diloco.learner.background import Context
-from diloco.learner.core.carry import Carried, Unsent
+from diloco.learner.core.carry import Carried
 from diloco.learner.core.events import Start, SyncRules
 from diloco.learner.synchronizer import Synchronizer
 from diloco.learner.tensors import checkpoint as checkpoints
@@ -27,6 +27,7 @@ from diloco.learner.wire.checkpoint_save_and_restore import (
     Coverage,
     Restored,
     TrainingProgress,
+    UnsentWork,
     restore,
 )
 from diloco.learner.wire.incarnation import Membership
@@ -81,17 +82,15 @@ class SimSaver:
     def idle(self) -> bool:
         return not self._busy
 
-    def save(
-        self, _state: Any, progress: TrainingProgress, unsent: tuple[Unsent, ...], values: Any
-    ) -> None:
+    def save(self, _state: Any, progress: TrainingProgress, unsent: UnsentWork) -> None:
         context = self._context
         facts = Facts(
             run=context.run, learner=context.learner, layout=context.layout.digest,
-            epoch=context.epoch, incarnation=self._incarnation, leaves=(), unsent=unsent,
-            **progress._asdict(),
+            epoch=context.epoch, incarnation=self._incarnation, leaves=(), unsent=unsent.stated,
+            loss=unsent.loss(), **progress._asdict(),
         )  # fmt: skip
         self._busy = True
-        self._actor.spawn(self._write(facts, values))
+        self._actor.spawn(self._write(facts, unsent.values))
 
     async def _write(self, facts: Facts, values: Any) -> None:
         await asyncio.sleep(self._actor.rng.uniform(0, SNAPSHOT_S))

@@ -30,8 +30,8 @@ from diloco.learner.core.events import (
     sync_rules,
 )
 from diloco.learner.core.handover import NOTHING, Arrived, Decoded
-from diloco.learner.leading_host import leaves_snapshot, say_end
-from diloco.learner.synchronizer import HOLD_S, Meter, Planner, Synchronizer, never
+from diloco.learner.leading_host import leaves_snapshot, losses_of, say_end
+from diloco.learner.synchronizer import HOLD_S, Losses, Meter, Planner, Synchronizer, never
 from diloco.learner.wire.claims import LOOK_S, Claims
 from diloco.learner.wire.fetch_versions import Receiver, VersionFetcher, load, start_at
 from diloco.learner.wire.incarnation import (
@@ -238,6 +238,7 @@ class SimLearner:
             replica=replica, position=position, tokens_per_step=self.tokens_per_step, boundaries=planner,
             outbox=lambda word: background.spawn(publisher.say(word)), meter=meter,
             saver=saver, clock=actor.clock, life=own,
+            losses=losses_of(going_on[0], going_on[2]) if going_on else Losses(),
         )  # fmt: skip
         save = None
         if self.disk is not None:

@@ -30,6 +30,7 @@ from diloco.learner.wire.checkpoint_save_and_restore import (
     Restored,
     Saver,
     TrainingProgress,
+    UnsentWork,
     open_folder,
     readable_parts,
     readable_snapshots,
@@ -98,9 +99,9 @@ class Learner:
         )
         self.folder = open_folder(self.context, self.section)
 
-    def save(self, state, local_step=12, unsent=(), values=None):
+    def save(self, state, local_step=12, unsent=None):
         saver = Saver(self.context, self.section, self.folder, 7)
-        saver.save(state, PROGRESS._replace(local_step=local_step), unsent, values)
+        saver.save(state, PROGRESS._replace(local_step=local_step), unsent)
         saver.close()
         assert not self.logger.fields("checkpoint_failed")
 
@@ -193,10 +194,10 @@ def test_a_life_with_other_modules_has_the_leaves_of_both_lives(tmp_path, upload
 def test_a_snapshot_has_unsent_work_beside_what_any_checkpoint_has(tmp_path):
     """The state comes back without it, and so do a learner's own leaves; uploads have none."""
     own, work = {"head": jnp.arange(3.0)}, {"ahead": jnp.full(5, 2.0), "flying": jnp.ones(5)}
-    unsent = (Unsent(4, 1, Work(3, 24), Work(2, 16)),)
+    unsent = UnsentWork((Unsent(4, 1, Work(3, 24), Work(2, 16)),), work, lambda: 2.5)
     learner = Learner(tmp_path, checkpoint_upload=True, checkpoint_interval_s=1e-6)
     learner.save((adam_state(), own), 11)
-    learner.save((adam_state(1), own), 12, unsent, work)
+    learner.save((adam_state(1), own), 12, unsent)
     check_same(learner.restore((adam_state(), own)).state, (adam_state(1), own))
 
     head = checkpoint.below(own_leaves._of_folder(learner.folder, 2), own_leaves.OWN)
@@ -207,7 +208,8 @@ def test_a_snapshot_has_unsent_work_beside_what_any_checkpoint_has(tmp_path):
     )
     found = readable_snapshots(learner.context, learner.section, learner.folder, shapes)
     assert [*found] == [(7, 12)]
-    assert found[7, 12].facts.unsent == unsent
+    facts = found[7, 12].facts
+    assert (facts.unsent, facts.loss) == (unsent.stated, 2.5)
     check_same(found[7, 12].values(), work)
     # The checkpoint before it is no fault.
     assert not learner.skipped()
@@ -215,7 +217,7 @@ def test_a_snapshot_has_unsent_work_beside_what_any_checkpoint_has(tmp_path):
     (stored, _) = checkpoint.stored(learner.context.store, "r", "one")
     uploaded = checkpoint.unpack(learner.context.store.get(stored.name))
     assert stored.local_step == 12
-    assert not uploaded.facts.unsent
+    assert (uploaded.facts.unsent, uploaded.facts.loss) == ((), None)
     assert len(uploaded.facts.leaves) == len(jax.tree.leaves((adam_state(), own)))
 
 

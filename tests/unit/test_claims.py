@@ -225,9 +225,14 @@ def test_a_run_of_a_release_without_claims_needs_none(run_async):
 def test_no_snapshot_is_gone_on_with_that_is_older_than_the_end_of_its_lifes_claims(monkeypatch):
     monkeypatch.setattr(resume_position, "carried", lambda *_: ())
     place, life = ResumePosition(6, ()), Membership(9, frozenset(), before=4)
-    older, newest = (SimpleNamespace(incarnation=4, unsent=(), position=at) for at in (5, 6))
+    older, newest = (
+        SimpleNamespace(incarnation=4, unsent=(), position=at, loss=2.5) for at in (5, 6)
+    )
     assert place.fits(older, life, None, ()) is None
     assert place.fits(newest, life, None, ()) == ()
+    # An earlier release made it.
+    newest.loss = None
+    assert place.fits(newest, life, None, ()) is None
 
 
 def test_a_life_does_not_wait_for_batches_that_another_process_has_given_up(run_async):
