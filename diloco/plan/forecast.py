@@ -325,6 +325,8 @@ def _simulated(
         chosen,
         aggregator=replace(aggregator, read_s=scale * aggregator.read_s),
         horizon_s=horizon_s,
+        # An aggregator that cannot keep up makes many versions of few updates each.
+        most_versions=MOST_ROUNDS,
         rng=rng,
     )
     rounds.stands_for = scale

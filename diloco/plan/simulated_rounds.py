@@ -164,8 +164,9 @@ def simulate(
     aggregator: PlannedAggregator,
     horizon_s: float,
     rng: np.random.Generator,
+    most_versions: int = _ENDLESS,
 ) -> RoundTotals:
-    """Simulates the rounds of one fragment until `horizon_s`.
+    """Simulates the rounds of one fragment until `horizon_s`, or until `most_versions` are made.
 
     Args:
         settings: settings of the run.
@@ -173,15 +174,18 @@ def simulate(
         aggregator: the times of the aggregator's work.
         horizon_s: seconds to simulate; no longer than the workers' traces.
         rng: draws the times of uploads.
+        most_versions: the number of versions to simulate at most.
     """
     timeline = Timeline()
     owner = _PlannedOwner(settings, aggregator, timeline)
     rules = sync_rules(settings.sync)
     for number, worker in enumerate(workers):
         owner.learners.append(_Learner(f"learner-{number}", worker, owner, rules, rng))
-    while timeline.next_s < horizon_s:
+    while owner.found.versions < most_versions:
+        if timeline.next_s >= horizon_s:
+            timeline.now_s = horizon_s
+            break
         timeline.advance()
-    timeline.now_s = horizon_s
     return owner.result()
 
 

@@ -227,14 +227,27 @@ def test_a_fleet_that_fails_more_does_less(outages, chips, elastic, seed):
 QUICK = PlannedAggregator(read_s=0.01, make_s=0.02, store_s=0.02, message_s=0.005)
 
 
-def rounds_of(workers, horizon_s=2000.0, aggregator=QUICK, seed=0, **sections):
+def rounds_of(
+    workers, horizon_s=2000.0, aggregator=QUICK, seed=0, most_versions=1 << 20, **sections
+):
     return plan_rounds.simulate(
         run_settings(**sections),
         workers,
         aggregator=aggregator,
         horizon_s=horizon_s,
         rng=np.random.default_rng(seed),
+        most_versions=most_versions,
     )
+
+
+def test_an_aggregator_that_cannot_keep_up_is_simulated_for_so_many_versions():
+    """Its rounds close with an update each: a fleet of 100,000 would take minutes."""
+    slow, workers = replace(QUICK, read_s=60.0), [worker() for _ in range(8)]
+    every = rounds_of(workers, aggregator=slow)
+    some = rounds_of(workers, aggregator=slow, most_versions=9)
+    assert every.versions > 20
+    assert some.committed_s == every.committed_s[:9]
+    assert some.utilization == pytest.approx(every.utilization, abs=0.01)
 
 
 def worker(step_s=1.0, trace=None, upload_s=0.1, download_s=0.1, horizon_s=2000.0):
