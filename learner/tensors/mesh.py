@@ -14,6 +14,8 @@ along `fsdp`. In both cases three rules hold:
 2. The first axis of a tensor whose rows are in several fragments is not cut, since sending a
    fragment would gather that tensor.
 3. A cut that rules 1 and 2 forbid moves to another axis of the tensor, if one fits.
+4. A cut along `fsdp` that would divide quantization blocks also moves, if blocks stay whole then.
+   Otherwise devices exchange a fragment's values whenever it is sent or adopted.
 
 An exception is an axis of experts: if the mesh does not divide that axis, the mesh is refused.
 """
@@ -206,7 +208,7 @@ def param_shardings(
             wanted = _asked(name, shape, task.partition(own_name(name), shape))
             _check_experts(name, shape, wanted, mesh)
             asked |= {axis for axes in wanted for axis in axes}
-        cuts = fit(shape, wanted, mesh, whole)
+        cuts = _whole_blocks(shape, fit(shape, wanted, mesh, whole), mesh, whole, layout.block)
         placed[name] = sharding_of(mesh, cuts)
     if mesh.shape["expert"] > 1 and "expert" not in asked:
         raise ConfigError(
@@ -281,6 +283,48 @@ def fit(
         if room:
             cuts[max(room, key=lambda axis: shape[axis])].append(name)
     return tuple(tuple(names) for names in cuts)
+
+
+def _whole_blocks(
+    shape: tuple[int, ...],
+    cuts: Cuts,
+    mesh: Mesh | AbstractMesh,
+    whole: Collection[int],
+    block: int,
+) -> Cuts:
+    """Moves a tensor's cut along `fsdp` to its largest axis with which no cut divides a block.
+
+    Tensors are gathered along `fsdp` for their use, so it does not matter which axis is cut.
+
+    Args:
+        shape: the tensor's shape.
+        cuts: for each axis of the tensor, the mesh axes that cut it.
+        mesh: the learner's mesh.
+        whole: axes of the tensor that must not be cut.
+        block: number of elements, one after the other, that share a quantization scale.
+
+    Returns:
+        The new cuts; `cuts` if blocks are whole already, or no axis fits.
+    """
+
+    def parts(names: Iterable[str]) -> int:
+        return math.prod(mesh.shape[name] for name in names)
+
+    def are_whole(cuts: Cuts) -> bool:
+        # The elements that a device has one after the other follow from the last axis that is cut.
+        last = max((axis for axis, names in enumerate(cuts) if names), default=0)
+        return math.prod(shape[last:]) // parts(cuts[last]) % block == 0
+
+    fsdp = next((axis for axis, names in enumerate(cuts) if "fsdp" in names), None)
+    if fsdp is None or are_whole(cuts):
+        return cuts
+    kept = [tuple(name for name in names if name != "fsdp") for names in cuts]
+    room = (axis for axis in range(len(shape)) if axis not in whole and axis != fsdp)
+    for axis in sorted(room, key=lambda axis: -shape[axis]):
+        moved = (*kept[:axis], (*kept[axis], "fsdp"), *kept[axis + 1 :])
+        if shape[axis] % parts(moved[axis]) == 0 and are_whole(moved):
+            return moved
+    return cuts
 
 
 def sharding_of(mesh: Mesh | AbstractMesh, cuts: Cuts) -> NamedSharding:
