@@ -33,6 +33,14 @@ def test_two_processes_with_one_name_do_not_hide_each_other():
     assert heard(LastHeard(0.0), [("a", 7), ("a", 20)], Member(20), until_s=60)
 
 
+def test_a_newer_life_that_beats_breaks_the_silence_of_the_life_before_it():
+    """That one may hold shares of the data until the newer one begins to claim."""
+    last_heard = LastHeard(0.0)
+    heard(last_heard, [("a", 20)], Member(20), until_s=60)
+    assert last_heard.silent_s("a", 7) == 0.0
+    assert last_heard.silent_s("a", 21) == 60.0
+
+
 def test_lives_that_were_never_joined_hide_only_themselves_and_take_no_memory():
     last_heard = LastHeard(0.0)
     for number in range(1000):

@@ -337,6 +337,32 @@ def test_a_fragment_is_done_though_the_answer_to_a_renewal_was_lost(run_async, o
     assert run_async(scenario()) == ("done" if ours else "held")
 
 
+def test_after_the_runs_end_nobody_waits_for_what_it_refuses(run_async):
+    """Also where another one has finished some of it, and is gone without the rest."""
+
+    async def scenario():
+        lab = Lab(fragments=2)
+        await lab.create()
+        owner, other = (leases.Leases(lab.context, 60.0) for _ in range(2))
+        for fragment in range(2):
+            owner.refuse(fragment)
+        follower = asyncio.create_task(owner._follow())
+        assert await other._acquire(0)
+        await other._say_done(0)
+
+        async def is_done() -> bool:
+            owner._holders(leases._now_s())
+            return owner._done == {0}
+
+        await lab.until(is_done, "the end of a fragment")
+        assert not owner._finished()
+        owner.run_ended()
+        assert owner._finished()
+        await cancel(follower)
+
+    run_async(scenario())
+
+
 class Repeating(MemoryBus):
     """After each message but the first gives the one before it again."""
 
