@@ -15,7 +15,8 @@ along `fsdp`. In both cases three rules hold:
    fragment would gather that tensor.
 3. A cut that rules 1 and 2 forbid moves to another axis of the tensor, if one fits.
 4. A cut along `fsdp` that would divide quantization blocks also moves, if blocks stay whole then.
-   Otherwise devices exchange a fragment's values whenever it is sent or adopted.
+   Otherwise devices exchange a fragment's values whenever it is sent or adopted. Tensors of experts
+   stay as asked, since the layer of a mixture would exchange them at each step.
 
 An exception is an axis of experts: if the mesh does not divide that axis, the mesh is refused.
 """
@@ -208,7 +209,9 @@ def param_shardings(
             wanted = _asked(name, shape, task.partition(own_name(name), shape))
             _check_experts(name, shape, wanted, mesh)
             asked |= {axis for axes in wanted for axis in axes}
-        cuts = _whole_blocks(shape, fit(shape, wanted, mesh, whole), mesh, whole, layout.block)
+        cuts = fit(shape, wanted, mesh, whole)
+        if ("expert",) not in wanted:
+            cuts = _whole_blocks(shape, cuts, mesh, whole, layout.block)
         placed[name] = sharding_of(mesh, cuts)
     if mesh.shape["expert"] > 1 and "expert" not in asked:
         raise ConfigError(

@@ -76,6 +76,7 @@ class GarbageChecker:
         replay_window_s, keep_checkpoints: the settings of the run's collectors.
         hold: raises a `Violation` unless its first argument is true.
         sent: returns whether the update of a shard may still be merged.
+        stored: returns whether the store has an object.
     """
 
     def __init__(
@@ -87,12 +88,14 @@ class GarbageChecker:
         keep_checkpoints: int,
         hold: Callable[[bool, str, object, str], None],
         sent: Callable[[names.ShardName], bool],
+        stored: Callable[[str], bool],
     ) -> None:
         self._run = run
         self._replay_s = replay_window_s
         self._keep = keep_checkpoints
         self._hold = hold
         self._sent = sent
+        self._stored = stored
         self.needs: Mapping[int, Needs] = {fragment: Needs() for fragment in range(fragments)}
         self._older: frozenset[str] = frozenset()
         self.deleted = 0
@@ -147,8 +150,14 @@ class GarbageChecker:
         self._hold(free, "garbage", about, f"{name} is needed from {floor} on")
         free = delta is None or delta <= floor.version
         self._hold(free, "garbage", about, f"{name} is needed from {floor} on")
+        # A file whose storing was not acknowledged may be lost when the power fails.
+        whole = (
+            (checkpoint, version)
+            for checkpoint, version in needs.pinned
+            if self._stored(names.checkpoint_object(self._run, checkpoint))
+        )
         # The newest by name: a checkpoint's message may be stored after that of a later checkpoint.
-        pinned = state is not None and state in dict(sorted(needs.pinned)[-self._keep :]).values()
+        pinned = state is not None and state in dict(sorted(whole)[-self._keep :]).values()
         self._hold(not pinned, "garbage", about, f"{name} is kept by a checkpoint")
 
     def on_trimming(self, stream: str, subject: str, below_seq: int) -> None:

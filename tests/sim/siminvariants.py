@@ -67,6 +67,7 @@ class Checkers:
             keep_checkpoints=world.gc.keep_checkpoints,
             hold=hold,
             sent=self._may_be_merged,
+            stored=world.store.__contains__,
         )
         self._handlers = {
             "join": self._on_join,
