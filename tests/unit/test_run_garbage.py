@@ -1,5 +1,7 @@
 """`diloco run gc` on a run in memory: what it finds, and that nothing more is found afterwards."""
 
+from dataclasses import replace
+
 from runlab import RUN, SNAPSHOT_EVERY, Lab
 
 from diloco.aggregator.checkpoint import mark
@@ -7,7 +9,7 @@ from diloco.aggregator.core.garbage import Ledger
 from diloco.aggregator.owner.garbage_collector import delete, read_on, trim_tape
 from diloco.aggregator.owner.recovery import recover
 from diloco.common.process.config import GcSection
-from diloco.common.protocol import names
+from diloco.common.protocol import names, wire
 from diloco.common.storage.checkpoint_files import load_file
 from diloco.common.storage.store import ObjectInfo
 from diloco.common.storage.tape import RunContext
@@ -86,6 +88,36 @@ def test_a_checkpoint_that_is_made_meanwhile_keeps_its_objects(run_async, monkey
         (record,) = load_file(lab.store, RUN, marked[0].name).records
         assert found
         assert not found & {record.snapshot.name, record.outer.name}
+
+    run_async(scenario())
+
+
+def test_the_body_of_a_record_that_is_not_on_the_tape_yet_stays(run_async):
+    """Nothing names it while its pointer is being published, of a version or of verdicts."""
+
+    async def scenario() -> None:
+        lab = Lab(enabled=False)
+        lab.context = replace(lab.context, record_bytes=1)
+        await lab.create()
+        publish, kept = lab.bus.publish, []
+
+        async def looked_before(subject: str, payload: bytes, **options: object) -> int:
+            if subject == names.record(RUN, 0):
+                pointer = wire.decode_record(payload)
+                found = {item.name for item in (await find(lab.context, NOW)).objects}
+                kept.append((pointer.word.what, pointer.body.name not in found))
+            return await publish(subject, payload, **options)
+
+        lab.bus.publish = looked_before
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.send_many("a", SNAPSHOT_EVERY)
+            damaged = lab.upload("a")
+            for shard in damaged.shards:
+                lab.damage(shard)
+            await lab.announce(damaged)
+            await lab.answered(damaged)
+        assert set(kept) == {("version", True), ("verdict", True)}
 
     run_async(scenario())
 

@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 from runlab import RUN, Lab
 
 from diloco.aggregator import settings
+from diloco.aggregator.owner.committer import IgnoredMessages
+from diloco.aggregator.owner.recovery import recover
+from diloco.aggregator.owner.tenure import Tenure, decode_message
 from diloco.aggregator.stop_and_end import Conductor, NewestRecord, stop_reason
 from diloco.common.process.config import RunSettings
 from diloco.common.process.tasks import cancel
 from diloco.common.protocol import names
 from diloco.common.storage.bus import MemoryBus
-from diloco.common.storage.tape import effective_settings
+from diloco.common.storage.tape import effective_settings, messages_up_to
 
 STEPS = 16
 
@@ -75,12 +78,43 @@ def test_the_newest_settings_alone_decide_and_decide_at_once(run_async, monkeypa
     run_async(scenario())
 
 
+def test_a_fragments_owner_keeps_the_newest_settings_though_it_reads_older_ones(run_async):
+    """It reads from its record's position on, behind which both may stand."""
+
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        await lab.join("a")
+        async with lab.aggregating():
+            for rate in (0.25, 0.5):
+                await set_value(lab, "outer", "learning_rate", rate)
+            while (await lab.send("a")).learning_rate != 0.5:
+                pass
+        context = lab.context
+        recovered = await recover(context, 0)
+        ignored = IgnoredMessages(context, 0, context.logger)
+        tenure = Tenure(context, recovered, ignored, lambda: None, lambda: False)
+        last = await context.bus.last(context.tape, names.settings(RUN))
+        rates = []
+        async for message in messages_up_to(context, [names.settings(RUN)], last.seq):
+            change = decode_message(context, 0, message)
+            await tenure._change(change)
+            rates.append((change.settings.outer.learning_rate, tenure._arrays.settings.outer))
+        assert [(read, kept.learning_rate) for read, kept in rates] == [(0.25, 0.5), (0.5, 0.5)]
+
+    run_async(scenario())
+
+
 async def looked_before(*_args) -> None:
     pass
 
 
 async def set_steps(lab: Lab, steps: int) -> None:
+    await set_value(lab, "run", "steps", steps)
+
+
+async def set_value(lab: Lab, section: str, key: str, value: float) -> None:
     now, seq = await effective_settings(lab.context)
     document = now.model_dump()
-    document["run"]["steps"] = steps
+    document[section][key] = value
     await settings.change_settings(lab.context, RunSettings.model_validate(document), based_on=seq)
