@@ -101,6 +101,22 @@ def test_a_merge_is_the_same_bits_of_the_sum(codec):
         assert merged(parts) == merged(ranges)
 
 
+def test_a_sum_that_is_begun_again_has_nothing_of_before():
+    """Nor an update that waited to be added when the sum was discarded."""
+    store = MemoryStore()
+    ranges = [np.arange(start // BLOCK, stop // BLOCK) for start, stop in GRID.ranges]
+    manifest = SimpleNamespace(codec="int4", shards=stored(store, "int4", ranges))
+    payload = read_payload(store, manifest, GRID)
+    contribution = Contribution(payload.norms_S, 3.0, 0.5, 1.0)
+    fresh, again = merge.Accumulator(GRID), merge.Accumulator(GRID)
+    for total, times in ((fresh, 1), (again, 2)):
+        for _ in range(times):
+            total.reset()
+            total.add("int4", payload.parts, merge.coefficients(GRID, contribution))
+    assert again.inputs == 1
+    assert np.array_equal(again.total(), fresh.total())
+
+
 def test_what_is_no_update_is_refused_before_it_is_read():
     entries = stored(MemoryStore(), "int4", sharded(np.random.default_rng(2), 7))
     wrong = {
