@@ -249,3 +249,18 @@ def test_between_records_the_clock_goes_on_for_at_most_h_steps(events):
         if one[0] != "record":
             assert now >= before
         before = now
+
+
+def test_a_rollback_alone_sets_the_clock_back():
+    """Learning rates follow it; the record of a slow fragment is of an earlier step."""
+    learner = Learner()
+    for index, record_seq, global_step, rolled_back, expected in (
+        (0, 2, 60, False, 60),
+        (1, 3, 54, False, 60),
+        (0, 4, 30, True, 30),
+        (1, 5, 30, True, 30),
+        (2, 6, 36, False, 36),
+    ):
+        ready = Ready(index, record_seq, record_seq, "0", global_step, 0, rolled_back=rolled_back)
+        learner.step(ready)
+        assert sync.clock(learner.rules, learner.state) == expected
