@@ -80,6 +80,18 @@ def test_of_each_fragment_all_steps_until_the_snapshot_are_announced_or_carried(
         assert other.sent[fragment, 1] >= one.work.steps + 1
 
 
+def test_an_update_that_a_rollback_has_undone_is_not_carried():
+    """It was being uploaded when the rollback came."""
+    life = Life()
+    while life.state.fragments[0].in_flight is None:
+        life.play(("step", 0))
+    undone = Ready(0, 99, 5, "v", 30, 0, rolled_back=True)
+    life.state, _ = sync.step(life.rules, life.state, undone)
+    life.play(("step", 0))
+    assert life.state.fragments[0].in_flight is not None
+    assert snapshot(life.state)[0] == Unsent(5, 1, NO_WORK)
+
+
 @given(st.integers(1, 40))
 def test_a_snapshot_that_does_not_know_an_announced_update_is_not_gone_on_with(steps):
     life = Life()

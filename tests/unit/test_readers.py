@@ -497,6 +497,27 @@ def test_a_learner_that_misses_an_object_goes_on_with_the_newest_view(run_async,
     run_async(scenario())
 
 
+def test_records_that_a_reload_has_passed_are_not_handled_again(run_async):
+    async def scenario() -> None:
+        # Three deltas of half a byte each are less than a snapshot.
+        lab = await made(1, sections={"sync": {"delta_codec": "int4"}})
+        followed = Followed(lab)
+        await followed.load()
+        await more(lab, SNAPSHOT_EVERY)  # versions 2 to 4, with the snapshot 3
+        second, _, newest = (at.record for at in (await lab.records())[-3:])
+        lose(lab, second.delta, "gone")
+        following = asyncio.ensure_future(followed.follow_to(lab, newest.version + 1))
+
+        async def is_reloaded() -> bool:
+            return bool(followed.readies)
+
+        await lab.until(is_reloaded, "a reload")
+        await more(lab, 1)
+        assert await following == [(newest.version, PendingView), (newest.version + 1, Delta)]
+
+    run_async(scenario())
+
+
 def test_a_record_that_cannot_be_read_is_jumped_over(run_async, monkeypatch):
     monkeypatch.setattr(wire, "RECORD_BYTES", 100)
 
