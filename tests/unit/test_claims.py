@@ -20,6 +20,7 @@ from diloco.common.protocol.sequences import first_sequence
 from diloco.common.storage.bus import MemoryBus, StreamLimits
 from diloco.common.storage.data_share_allocation import Sizes
 from diloco.learner.background import Background
+from diloco.learner.leading_host import say_end
 from diloco.learner.wire import resume_position
 from diloco.learner.wire.claims import Claims
 from diloco.learner.wire.incarnation import Membership, join
@@ -220,6 +221,26 @@ def test_a_run_of_a_release_without_claims_needs_none(run_async):
         return (await place_after_join(context, life.incarnation)).position
 
     assert run_async(scenario()) == 0
+
+
+@pytest.mark.parametrize(("snapshot", "stated"), [(False, 8), (True, 0)])
+def test_a_leave_that_spares_a_snapshot_counts_none_of_its_work_as_sent(
+    run_async, snapshot, stated
+):
+    said = []
+
+    class Says(SimpleNamespace):
+        async def leave(self, position):
+            said.append(("leave", position))
+
+        async def end(self, position):
+            said.append(("end", position))
+
+    async def scenario():
+        await say_end(Says(), Says(), 8, snapshot=snapshot)
+
+    run_async(scenario())
+    assert said == [("leave", stated), ("end", 8)]
 
 
 def test_no_snapshot_is_gone_on_with_that_is_older_than_the_end_of_its_lifes_claims(monkeypatch):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import jax
 import msgpack
@@ -38,7 +39,7 @@ from diloco.learner.core.events import (
     Send,
     Start,
 )
-from diloco.learner.core.handover import Boundary
+from diloco.learner.core.handover import Boundary, Outgoing
 from diloco.learner.core.sync import NO_WORK, Work
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, listen
@@ -197,6 +198,26 @@ async def pair(hands: Hands) -> AsyncIterator[Pair]:
         link._ended = True
         await coordinator.close()
         await link.close()
+
+
+def test_a_host_says_that_its_part_is_uploaded_once_its_snapshot_is_stored(run_async):
+    """Else an update is announced that the newest snapshot of all hosts does not know."""
+    told = []
+
+    class Uploads:
+        async def store(self, *_args):
+            told.append("stored")
+            return SimpleNamespace(shards=())
+
+    async def covered():
+        told.append("covered")
+
+    link = SimpleNamespace(tell=lambda message: told.append(type(message)))
+    go = messages.Go(incarnation=1, position=0, global_step=0)
+    worker = Worker(make_context(), link, None, Uploads(), None, never, go, None)
+    outgoing = Outgoing(SEND, None, 5, 5, float, 1.0, 0.0, covered=covered)
+    run_async(worker._store(outgoing))
+    assert told == ["stored", "covered", messages.Uploaded]
 
 
 def test_a_lost_host_is_reported_and_ends_no_process_by_itself(run_async):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import shutil
 import time
 import tracemalloc
@@ -18,7 +19,8 @@ import pytest
 from diloco.common.process.config import LearnerSection, MeshSection, load_config, make_config
 from diloco.common.process.nats_server import LOOPBACK, free_port
 from diloco.common.process.tasks import Tasks, cancel
-from diloco.common.protocol.errors import ConfigError
+from diloco.common.protocol.errors import CheckpointError, ConfigError
+from diloco.common.storage.store import DirectoryStore
 from diloco.learner.core import formation
 from diloco.learner.core.formation import MOST_HOSTS, Begin, Formation, TrainingProcess
 from diloco.learner.hosts import supervisor
@@ -195,12 +197,12 @@ def supervisor_of(tmp_path, peers, host):
     return supervisor._Supervisor(config, "a", ())
 
 
-def write_part(folder, incarnation, local_step):
+def write_part(folder, incarnation, local_step, keep=2):
     facts = Facts(
         run="r", learner="a", layout="0" * 32, epoch=0, incarnation=incarnation,
         local_step=local_step, tokens=1, position=1, global_step=1, leaves=(),
     )  # fmt: skip
-    PartFolder(folder, keep=2).write(HostCheckpoint(facts, {}))
+    PartFolder(folder, keep).write(HostCheckpoint(facts, {}))
 
 
 def test_the_newest_part_is_found_by_its_header(tmp_path):
@@ -254,6 +256,21 @@ def test_a_supervisors_own_proof_opens_nothing(tmp_path):
         return await given
 
     assert asyncio.run(reflected()) == b""
+
+
+def test_a_part_stays_until_the_next_one_is_stored(tmp_path, monkeypatch):
+    write_part(tmp_path, 5, 10, keep=1)
+
+    def full(*_args):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DirectoryStore, "put", full)
+        with pytest.raises(CheckpointError):
+            write_part(tmp_path, 5, 20, keep=1)
+    assert supervisor.newest_part(tmp_path) == (5, 10)
+    write_part(tmp_path, 5, 30, keep=1)
+    assert supervisor.newest_part(tmp_path) == (5, 30)
 
 
 def test_half_a_part_that_a_killed_process_left_goes_with_the_next_one(tmp_path):
