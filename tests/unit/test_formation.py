@@ -56,8 +56,8 @@ class World:
     leaving: set = field(default_factory=set)
     starts_s: float = STARTS_S
     gives_up_s: float = GIVES_UP_S
-    # NATS cannot be reached.
-    offline: bool = False
+    # Hosts that cannot reach NATS.
+    offline: set = field(default_factory=set)
     whole_s: float = 0.0
 
     def start(self, host):
@@ -143,7 +143,9 @@ class World:
             leaving=host in self.leaving,
             address=state.me.address,
             newest=state.me.newest,
-            trains=process is not None and process.formation in self.joins and not self.offline,
+            trains=process is not None
+            and process.formation in self.joins
+            and host not in self.offline,
             meets=self.meets(host),
         )
         state, actions = formation.decide(self.rules, state, self.now_s)
@@ -341,16 +343,17 @@ def test_a_slice_that_comes_does_not_end_what_still_starts():
     assert [len(made.slices) for made in world.joins] == [1, 3, 5, 6]
 
 
-def test_who_trains_without_nats_takes_no_slice_in_before_it_is_back():
+@pytest.mark.parametrize("offline", [{0, 1, 3}, {0}])
+def test_who_trains_without_nats_takes_no_slice_in_before_it_is_back(offline):
     world = world_of()
     world.run(30)
     world.kill_machine(2)
     world.run(20)
-    world.offline = True
+    world.offline = offline
     world.start(2)
     world.run(60)
     assert world.trains() == [(0, 2, 3)]
-    world.offline = False
+    world.offline = set()
     world.run(10)
     assert world.trains() == [(0, 1, 2, 3)]
 
