@@ -10,7 +10,7 @@ incarnations start again with each tape.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,8 +29,10 @@ from diloco.common.protocol.errors import (
     ObjectMissingError,
     RunMismatchError,
     RunMissingError,
+    StreamMissingError,
     SwapLostError,
 )
+from diloco.common.protocol.sequences import begins_tape, epoch_of
 from diloco.common.storage.bus import Bus
 from diloco.common.storage.store import ObjectStore
 from diloco.common.storage.tape import (
@@ -215,13 +217,22 @@ async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) ->
 
     There is a tape if an interrupted `resume` has begun it. An epoch is reserved by an object in
     the store, so that no two tapes of a run share an epoch; it is higher than that of `file` and
-    than all reserved before.
+    than all reserved before. If the tape's stream is there and empty, its epoch is returned if it
+    is a reserved one, since a stream's sequences are those of its epoch; else it is removed.
+
+    Raises:
+        RunMismatchError: the stream has messages, and no specification.
     """
     run = file.specification.run
     with contextlib.suppress(RunMissingError):
         return (await load_specification(bus, run)).epoch
     prefix = names.epoch_prefix(run)
     used = [int(found.name.removeprefix(prefix)) for found in store.list(prefix)]
+    begun = await _empty_tape(bus, run)
+    if begun in used and begun > file.specification.epoch:
+        return begun
+    if begun >= 0:
+        await bus.remove_stream(names.tape_stream(run))
     epoch = max([file.specification.epoch, *used]) + 1
     claim = secrets.token_bytes(16)
     while True:
@@ -233,6 +244,29 @@ async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) ->
             return epoch
 
 
+async def _empty_tape(bus: Bus, run: str) -> int:
+    """Returns the epoch of the run's tape, which is empty; -1 if there is none."""
+    try:
+        first_seq = await bus.last_sequence(names.tape_stream(run)) + 1
+    except StreamMissingError:
+        return -1
+    if not begins_tape(first_seq):
+        raise RunMismatchError(
+            f"the stream {names.tape_stream(run)!r} has messages, but none says what run it is",
+            hint="see what they are with NATS's own tools, and remove the stream",
+        )
+    return epoch_of(first_seq)
+
+
+async def check_objects(context: Context, records: Sequence[wire.Record]) -> None:
+    """Checks that each fragment can begin as a checkpoint's records say, before a tape begins.
+
+    Raises:
+        IntegrityError, ObjectMissingError: an object is missing or damaged.
+    """
+    await asyncio.gather(*(rebuild(context, record, 1) for record in records))
+
+
 async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Specification:
     """Publishes a new epoch's specification and the settings of `file` on an empty tape.
 
@@ -240,14 +274,10 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
     continues from there.
 
     Raises:
-        RunMismatchError: the bus has a tape of this run of the epoch of `file` or an older one.
+        RunMismatchError: the bus has a tape of this run of the epoch of `file` or an older one, or
+            one that began with another checkpoint.
     """
-    carried: dict[str, object] = {"epoch": context.epoch}
-    if file.data_positions:
-        carried["positions_object"] = await context.runtime.call(
-            store_positions, context.store, context.run, context.epoch, file.data_positions
-        )
-    specification = file.specification.model_copy(update=carried)
+    specification = await _specification(context, file)
     subject = names.spec(context.run)
     try:
         await swap(context, subject, wire.encode(specification), context.runtime.new_id(), 0)
@@ -260,6 +290,8 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
                 hint="start its daemons, they resume; to return to an earlier version: "
                 "diloco run rollback",
             ) from None
+        if specification != await _specification(context, file):
+            raise _begun_otherwise(context) from None
     if file.settings != specification.settings:
         message = wire.Settings(
             run=context.run, settings=file.settings, changed=(), by=context.name
@@ -270,11 +302,28 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
     return specification
 
 
-async def begin_fragments(context: Context, records: Iterable[wire.Record]) -> None:
+async def _specification(context: Context, file: wire.CheckpointFile) -> wire.Specification:
+    carried: dict[str, object] = {"epoch": context.epoch}
+    if file.data_positions:
+        carried["positions_object"] = await context.runtime.call(
+            store_positions, context.store, context.run, context.epoch, file.data_positions
+        )
+    return file.specification.model_copy(update=carried)
+
+
+def _begun_otherwise(context: Context) -> RunMismatchError:
+    return RunMismatchError(
+        f"run {context.run!r} has a tape on this bus that began with another checkpoint",
+        hint="if its daemons have not run yet, resume it with that checkpoint: --from NAME; else"
+        " start them, and return to an earlier version by diloco run rollback",
+    )
+
+
+async def begin_fragments(context: Context, records: Sequence[wire.Record]) -> None:
     """Publishes each fragment's first record of the epoch, unless the fragment has one already.
 
     Raises:
-        IntegrityError, ObjectMissingError: an object that the checkpoint names is missing.
+        RunMismatchError: a fragment has begun with another checkpoint.
     """
     settings = await context.bus.last(context.tape, names.settings(context.run))
     settings_seq = settings.seq if settings else 0
@@ -289,7 +338,7 @@ async def _begin(context: Context, source: wire.Record, settings_seq: int) -> No
         quorum_at_s=now_s,
         closed_at_s=now_s,
     )
-    record = compose(
+    ours = compose(
         context,
         source.fragment,
         decided,
@@ -297,7 +346,14 @@ async def _begin(context: Context, source: wire.Record, settings_seq: int) -> No
         previous=None,
         totals=source.totals,
     )
-    # Raises if objects are gone or damaged, before the record is published.
-    await rebuild(context, record, 1)
-    with contextlib.suppress(SwapLostError):  # The interrupted `resume` has published it.
-        await commit_record(context, record)
+    try:
+        await commit_record(context, ours)
+    except SwapLostError:  # The interrupted `resume` has published it.
+        newest, _ = await last_record(context, ours.fragment)
+        begins = newest.what == ours.what
+        if begins and _beginning_of(newest) != _beginning_of(ours):
+            raise _begun_otherwise(context) from None
+
+
+def _beginning_of(record: wire.Record) -> tuple[int, str, str]:
+    return record.version, record.view_digest, record.outer_digest

@@ -45,6 +45,9 @@ class Lookout:
             if error.message != self._told:
                 self._failed(error.message)
             self._told = error.message
+        except Exception:
+            # A bug, or a moment without memory, must not end this process's checks.
+            self.context.logger.exception("check_broke")
         else:
             self._told = ""
 
@@ -67,6 +70,7 @@ class CheckpointWatch(Lookout):
     interval_s: float
     _known: str | None = None
     _made_at_s: float = 0.0
+    _seen_s: float = 0.0
     _versions: tuple[int, ...] = ()
     _took_s: float = 0.0
 
@@ -89,14 +93,15 @@ class CheckpointWatch(Lookout):
             specification = await load_specification(context.bus, context.run)
             self._made_at_s = specification.created_at_s
         context.metrics.set(metrics.RUN_CHECKPOINTED_AT, self._made_at_s)
-        self._known = newest
+        self._known, self._seen_s = newest, time.monotonic()
 
     def _failed(self, why: str) -> None:
         self.context.logger.warning("checkpoint_failed", why=why)
 
     async def _due(self) -> bool:
         context = self.context
-        age_s = context.runtime.clock() - self._made_at_s
+        # The clock of the machine that made it may be ahead of this one's, by hours.
+        age_s = max(context.runtime.clock() - self._made_at_s, time.monotonic() - self._seen_s)
         if not self.interval_s or age_s < max(self.interval_s, REST * self._took_s):
             return False
         fragments = range(len(context.layout.fragments))

@@ -105,16 +105,29 @@ async def roll_back(context: Context, targets: Mapping[int, Recorded]) -> dict[i
         IntegrityError: the objects of an earlier version do not give the recorded digests.
     """
     await check_goes_on(context)
-    made = await asyncio.gather(*(_roll_back(context, target) for target in targets.values()))
+    # All of them first, so that little time lies between the fragments' records.
+    rebuilt = await asyncio.gather(*(_prepare(context, target) for target in targets.values()))
+    made = await asyncio.gather(
+        *(_roll_back(context, *one) for one in zip(targets.values(), rebuilt, strict=True))
+    )
     return dict(zip(targets, made, strict=True))
 
 
-async def _roll_back(context: Context, target: Recorded) -> wire.Record:
-    arrays = None
+async def _prepare(context: Context, target: Recorded) -> Recovered | None:
+    newest, _ = await last_record(context, target.record.fragment)
+    return None if _is_at(target, newest) else await _rebuild(context, target)
+
+
+def _is_at(target: Recorded, newest: wire.Record) -> bool:
+    # Perhaps by an interrupted rollback.
+    return target.record.version in (newest.version, newest.restored_version)
+
+
+async def _roll_back(context: Context, target: Recorded, arrays: Recovered | None) -> wire.Record:
     while True:
         newest, newest_seq = await last_record(context, target.record.fragment)
-        if target.record.version in (newest.version, newest.restored_version):
-            return newest  # It is at the target already, perhaps by an interrupted rollback.
+        if _is_at(target, newest):
+            return newest
         if newest.final:
             raise RunMismatchError(
                 f"fragment {newest.fragment} has had its last version, {newest.version}: the run "
@@ -124,6 +137,8 @@ async def _roll_back(context: Context, target: Recorded) -> wire.Record:
         if arrays is None:
             arrays = await _rebuild(context, target)
         record = await _again(context, target.record, arrays, newest, newest_seq)
+        # The run may have stopped since: it would end rolled back, or with a part of it.
+        await check_goes_on(context)
         try:
             await commit_record(context, record)
         except SwapLostError:

@@ -69,21 +69,8 @@ class Conductor:
 
     async def _follow(self) -> None:
         context = self.context
-        for fragment in range(len(context.layout.fragments)):
-            told = await context.runtime.retry(
-                "records",
-                lambda fragment=fragment: last_word(context, fragment),  # type: ignore[misc]
-                logger=context.logger,
-            )
-            self._note(told.word, told.record_seq)
+        await self._look()
         start = min(newest.record_seq for newest in self._newest.values())
-        settings = await context.runtime.retry(
-            "settings",
-            lambda: context.bus.last(context.tape, names.settings(context.run)),
-            logger=context.logger,
-        )
-        if settings is not None:
-            self._change(settings)
         subjects = [
             names.record(context.run, "*"),
             names.settings(context.run),
@@ -105,6 +92,24 @@ class Conductor:
             # The newest records may all be behind the end: then no message says it any more.
             if await self._decide():
                 return
+
+    async def _look(self) -> None:
+        """Reads the newest record of each fragment, and the newest settings."""
+        context = self.context
+        for fragment in range(len(context.layout.fragments)):
+            told = await context.runtime.retry(
+                "records",
+                lambda fragment=fragment: last_word(context, fragment),  # type: ignore[misc]
+                logger=context.logger,
+            )
+            self._note(told.word, told.record_seq)
+        settings = await context.runtime.retry(
+            "settings",
+            lambda: context.bus.last(context.tape, names.settings(context.run)),
+            logger=context.logger,
+        )
+        if settings is not None:
+            self._change(settings)
 
     def _change(self, message: Message) -> None:
         # Reading begins at the oldest of the newest records, and a bus may deliver a message again.
@@ -133,7 +138,9 @@ class Conductor:
         if all(newest.final for newest in self._newest.values()):
             await self._say(names.end(self.context.run), self._end())
             return True
-        if not self._stopped:
+        if not self._stopped and stop_reason(self._settings, self._newest):
+            # What is read of the tape may lag: the run may be longer now, or rolled back.
+            await self._look()
             reason = stop_reason(self._settings, self._newest)
             if reason is not None:
                 step = max(newest.global_step for newest in self._newest.values())
@@ -141,6 +148,7 @@ class Conductor:
                     run=self.context.run, global_step=step, reason=reason, by=self.context.name
                 )
                 await self._say(names.stop(self.context.run), stop)
+                self._stopped = True
         return False
 
     async def _say(self, subject: str, body: wire.Body) -> None:

@@ -337,12 +337,23 @@ def plan_run(
     )
 
 
+# So many checkpoints without a file may be in the making; where no file can be stored, each attempt
+# leaves one.
+MOST_IN_MAKING = 16
+
+
 def pinned_checkpoints(marked: Iterable[str], whole: Iterable[str], keep: int) -> frozenset[str]:
     """Returns the names of the newest checkpoints, which keep their objects.
+
+    A checkpoint on the tape without a file may be in the making, by several aggregators at once. It
+    keeps its objects as long as it would be one of the newest `keep` if it got its file now.
 
     Args:
         marked: names of the checkpoints on the tape, including those without a stored file.
         whole: names of the checkpoints with a file, of this epoch and of earlier ones.
-        keep: the number of newest checkpoints to keep, of `marked` and of `whole` each.
+        keep: the number of newest checkpoints with a file to keep.
     """
-    return frozenset(sorted(marked)[-keep:]) | frozenset(sorted(whole)[-keep:])
+    kept = sorted(whole)[-keep:]
+    oldest = kept[0] if len(kept) == keep else ""
+    in_making = sorted(name for name in marked if name > oldest)[-max(keep, MOST_IN_MAKING) :]
+    return frozenset(kept) | frozenset(in_making)

@@ -12,6 +12,11 @@ def first_sequence(epoch: int) -> int:
     return epoch * SPAN + 1
 
 
+def epoch_of(seq: int) -> int:
+    """Returns the epoch of the tape that a sequence belongs to."""
+    return (seq - 1) // SPAN
+
+
 def place_on_tape(seq: int) -> int:
     """Returns the number of a message on its tape (1: the first message), from its sequence."""
     return (seq - 1) % SPAN + 1
@@ -24,4 +29,4 @@ def begins_tape(seq: int) -> bool:
 
 def same_tape(one_seq: int, other_seq: int) -> bool:
     """True if two sequences belong to the same tape."""
-    return (one_seq - 1) // SPAN == (other_seq - 1) // SPAN
+    return epoch_of(one_seq) == epoch_of(other_seq)

@@ -245,6 +245,8 @@ async def resume(target: str, name: str | None) -> Resumed:
             logger=log.get(run=run),
             name=who(),
         )
+        # First: a tape that has begun with a checkpoint begins with no other one.
+        await checkpoint.check_objects(context, file.records)
         specification = await checkpoint.begin_epoch(context, file)
         context = dataclasses.replace(context, epoch=specification.epoch)
         await checkpoint.begin_fragments(context, file.records)

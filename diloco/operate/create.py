@@ -4,6 +4,7 @@ The *first parameters* are those of version 0. A creation that was interrupted i
 another call with the same settings and parameters.
 """
 
+import contextlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,13 @@ from diloco.common.process.retry import Runtime
 from diloco.common.process.tasks import run_to_end
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.codecs import canonical
-from diloco.common.protocol.errors import ConfigError, RunMismatchError, SwapLostError, TaskError
+from diloco.common.protocol.errors import (
+    ConfigError,
+    RunMismatchError,
+    RunMissingError,
+    SwapLostError,
+    TaskError,
+)
 from diloco.common.protocol.frozen import store_frozen
 from diloco.common.protocol.layout import Hint, Layout, default_hint, layout_bytes, make_layout
 from diloco.common.storage.bus import Bus, jetstream
@@ -219,8 +226,9 @@ async def create_run(
     trained, held = tree.split(params, tree.synced_marks(params, layout))
     leaves = tree.by_name(trained)
     await runtime.call(_check_finite, layout, leaves)
-    await make_streams(bus, run, streams)
+    # Before the streams are made, since `resume` makes those of another epoch.
     await _check_unused(bus, store, runtime, run)
+    await make_streams(bus, run, streams)
     await runtime.call(store.put, names.layout_object(run, layout.digest), layout_bytes(layout))
     specification = wire.Specification(
         run=run,
@@ -293,7 +301,8 @@ async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str
     Raises:
         RunMismatchError: the new run's objects would collide with the old one's.
     """
-    if await bus.last(names.tape_stream(run), names.spec(run)) is not None:
+    with contextlib.suppress(RunMissingError):
+        await load_specification(bus, run)
         return
     prefixes = (names.checkpoint_prefix(run), names.learners_prefix(run))
     for prefix in prefixes:

@@ -1,7 +1,8 @@
 """`diloco run delete`: lists the streams and objects of a run, and removes them.
 
-Objects are removed first, then the streams, and the layout's object last: an interrupted removal
-can be repeated as long as the run can be opened, which needs its tape and its layout.
+Objects are removed first, then the streams, the tape last of them, and then the layout's object: an
+interrupted removal can be repeated as long as the run can be opened, which needs its tape and its
+layout. Leases that outlived their tape would say to a new run of that name that all is done.
 """
 
 import contextlib
@@ -124,7 +125,7 @@ async def remove(target: str, found: Belongings) -> None:
         doomed = [info.name for info in found.objects if info.name != layout]
         for start in range(0, len(doomed), AT_ONCE):
             await context.runtime.call(_delete, opened, doomed[start : start + AT_ONCE])
-        for stream in found.streams:
+        for stream in reversed(found.streams):
             await context.bus.remove_stream(stream)
         await context.runtime.call(_delete, opened, [layout])
 

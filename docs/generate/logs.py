@@ -79,6 +79,7 @@ MEANINGS = {
     ),
     "checkpoint_failed": "the run's newest checkpoint cannot be read, or none be made; told once",
     "scores_unread": "held-out losses cannot be read for [metrics](metrics.md); told once",
+    "check_broke": "a bug in the check of checkpoints or scores, with its trace; it is made again",
     "collection_failed": "a bug, with its trace; training continues",
     "unreadable": "an invalid message that is no update; it is skipped",
     "state_skipped": "a stored view or outer state is damaged or gone; the one before is taken",

@@ -16,6 +16,7 @@ from diloco.common.protocol.errors import (
     BusError,
     BusUnavailableError,
     ExpiredError,
+    RunMissingError,
     StaleReadError,
     SupersededError,
     SwapLostError,
@@ -23,7 +24,7 @@ from diloco.common.protocol.errors import (
 )
 from diloco.common.storage.bus import Bus
 from diloco.common.storage.data_share_allocation import EXPIRY
-from diloco.common.storage.tape import decode_as
+from diloco.common.storage.tape import check_epoch, decode_as, load_specification
 from diloco.learner.background import Context
 
 
@@ -169,11 +170,14 @@ class _Joining:
         """Publishes the join, unless an earlier attempt has stored it; returns its sequence.
 
         Raises:
+            NewTapeError: the run was resumed on a new tape; a join there would end the life of a
+                process that knows it.
             StaleReadError: another join was stored meanwhile; call again.
             BusUnavailableError: the join may or may not be stored; call again.
         """
         if self._doubt and (standing := await self._look()):
             return standing
+        await self._check_tape()
         self.ids.append(self._context.runtime.new_id())
         try:
             seq = await self._context.bus.publish(
@@ -189,6 +193,12 @@ class _Joining:
                 raise StaleReadError(error.message) from error
             raise
         return seq
+
+    async def _check_tape(self) -> None:
+        # A join is tried again for as long as a server is away, which is when a new one comes.
+        context = self._context
+        with contextlib.suppress(RunMissingError):
+            check_epoch(context, (await load_specification(context.bus, context.run)).epoch)
 
     async def _look(self) -> int:
         """Returns the sequence of this process's join if it is stored, else 0.

@@ -266,6 +266,7 @@ class World:
         epoch = await checkpoint.next_epoch(actor.bus, actor.store, file)
         await make_streams(actor.bus, self.run_name, self.streams, epoch)
         context = replace(self._context(actor, "resume"), epoch=epoch)
+        await checkpoint.check_objects(context, file.records)
         if context.epoch != self.epoch:
             self.epoch = context.epoch
             self.checkers.begin_epoch(context.epoch, file)

@@ -2,14 +2,17 @@
 
 import asyncio
 import dataclasses
+import time
 
 import structlog
 from runlab import RUN, Lab
 
-from diloco.aggregator.checkpoint_and_score_watch import ScoreWatch
+from diloco.aggregator.checkpoint import mark
+from diloco.aggregator.checkpoint_and_score_watch import CheckpointWatch, ScoreWatch
 from diloco.common.process import log
 from diloco.common.protocol import names, wire
 from diloco.common.protocol.errors import StoreUnavailableError
+from diloco.common.storage.checkpoint_files import checkpoints
 from diloco.run.model.evaluate import keep
 
 
@@ -50,6 +53,35 @@ def test_first_least_and_newest_score_are_told() -> None:
     asyncio.run(watch.look())
     assert shown(lab)['which="newest"'] == shown(lab)['which="best"'] == 1.5
     assert shown(lab)['which="first"'] == 5.0
+
+
+def test_a_checkpoint_of_a_clock_that_is_ahead_does_not_put_off_the_next(run_async) -> None:
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        ahead = dataclasses.replace(lab.context.runtime, clock=lambda: time.time() + 43_200)
+        watch = CheckpointWatch(lab.context, 0.05)
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.send("a")
+            await mark(dataclasses.replace(lab.context, runtime=ahead))
+            await watch.look()
+            await lab.send("a")
+            await asyncio.sleep(0.1)
+            await watch.look()
+        assert len(checkpoints(lab.store, RUN)) == 2
+
+    run_async(scenario())
+
+
+def test_a_bug_in_one_check_does_not_end_the_checks() -> None:
+    class Broken(ScoreWatch):
+        async def _look(self) -> None:
+            raise MemoryError
+
+    with structlog.testing.capture_logs() as logged:
+        asyncio.run(Broken(dataclasses.replace(Lab().context, logger=log.get())).look())
+    assert [entry["event"] for entry in logged] == ["check_broke"]
 
 
 def test_what_cannot_be_read_is_told_once_and_is_no_failure() -> None:

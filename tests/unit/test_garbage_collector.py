@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from diloco.aggregator.checkpoint import mark
 from diloco.aggregator.context import Context
-from diloco.aggregator.core import memory
+from diloco.aggregator.core import garbage, memory
 from diloco.aggregator.core.garbage import Announcers, Ledger
 from diloco.aggregator.core.members import Member, Members
 from diloco.aggregator.core.state import State, Storing
@@ -262,6 +262,19 @@ def test_checkpoints_of_earlier_tapes_keep_their_objects(run_async):
         assert [entry["event"] for entry in logs] == ["unreadable"]
 
     run_async(scenario())
+
+
+def test_checkpoints_in_the_making_keep_their_objects_behind_newer_ones():
+    """Of several aggregators, whose checkpoints may take longer than another's."""
+    whole, making = ["0000-1", "0000-2"], [f"0000-{number}" for number in range(3, 9)]
+    pinned = garbage.pinned_checkpoints([*whole, *making], whole, 1)
+    assert pinned == {"0000-2", *making}
+    # Where no file can be stored, each attempt leaves a message.
+    many = [f"0001-{number:04d}" for number in range(100)]
+    pinned = garbage.pinned_checkpoints(many, whole, 1)
+    assert "0000-2" in pinned
+    assert len(pinned) < 20
+    assert max(many) in pinned
 
 
 async def goes_on(lab: Lab) -> None:

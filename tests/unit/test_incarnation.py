@@ -10,6 +10,7 @@ from diloco.common.protocol.errors import (
     BusUnavailableError,
     Exit,
     ExpiredError,
+    NewTapeError,
     SupersededError,
     SwapLostError,
 )
@@ -66,6 +67,22 @@ def specification(context):
         run="r", epoch=0, positions={}, layout="0" * 32, settings=context.settings.model_dump(),
         constants=None, created_at_s=1.0, positions_object=None,
     )  # fmt: skip
+
+
+def test_a_process_of_a_lost_tape_does_not_join_on_the_next(run_async):
+    """It had tried to join while the server was away: its join would end a newer process's life."""
+
+    async def scenario():
+        bus = Flaky()
+        context = await made(bus)
+        resumed = specification(context).model_copy(update={"epoch": 1})
+        await bus.publish(names.spec("r"), wire.encode(resumed))
+        bus.script = ["lost"]
+        with pytest.raises(NewTapeError) as found:
+            await join(context, "here")
+        return found.value.status, len(joins(bus))
+
+    assert run_async(scenario()) == (Exit.PASSING, 0)
 
 
 async def ends(context, life):

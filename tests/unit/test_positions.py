@@ -13,7 +13,7 @@ from diloco.aggregator.owner.garbage_collector import trim_tape
 from diloco.aggregator.owner.liveness import reached_before
 from diloco.common.process.config import BusSection
 from diloco.common.protocol import names, wire
-from diloco.common.protocol.errors import RunMismatchError, WireError
+from diloco.common.protocol.errors import ObjectMissingError, RunMismatchError, WireError
 from diloco.common.storage import checkpoint_files
 from diloco.common.storage.bus import MemoryBus, Message
 from diloco.common.storage.store import MemoryStore
@@ -35,12 +35,13 @@ from diloco.run.history import read_history
 MANY = {f"learner-{index:04d}": 7 * index for index in range(5000)}
 
 
-async def resumed(lab: Lab, file: wire.CheckpointFile) -> Context:
+async def resumed(lab: Lab, file: wire.CheckpointFile, bus: MemoryBus | None = None) -> Context:
     """A new tape for a lab's run, on a new bus."""
-    bus = MemoryBus()
+    bus = MemoryBus() if bus is None else bus
     epoch = await checkpoint.next_epoch(bus, lab.store, file)
     await make_streams(bus, RUN, BusSection(), epoch)
     context = dataclasses.replace(lab.context, bus=bus, epoch=epoch)
+    await checkpoint.check_objects(context, file.records)
     await checkpoint.begin_epoch(context, file)
     await checkpoint.begin_fragments(context, file.records)
     return context
@@ -53,6 +54,86 @@ def test_a_message_cannot_hold_the_positions_of_5000():
             run=RUN, epoch=1, positions=MANY, layout="0" * 32, settings={}, constants=None,
             created_at_s=0.0, positions_object=None,
         ))  # fmt: skip
+
+
+@pytest.mark.parametrize("left_by", ["create", "resume"])
+def test_a_new_tape_has_its_epochs_sequences_whatever_stream_is_there(run_async, left_by):
+    """An interrupted command has made it, and said nothing on it."""
+
+    async def scenario() -> None:
+        lab, bus = Lab(), MemoryBus()
+        file = await marked_run(lab)
+        epoch = 0
+        if left_by == "resume":
+            epoch = await checkpoint.next_epoch(bus, lab.store, file)
+        await make_streams(bus, RUN, BusSection(), epoch)
+        context = await resumed(lab, file, bus)
+        items = [item async for item in read_tape(context)]
+        assert context.epoch == 1
+        assert items[0].seq == first_sequence(1)
+
+    run_async(scenario())
+
+
+def test_a_stream_that_says_not_what_run_it_is_is_left_alone(run_async):
+    async def scenario() -> None:
+        lab, bus = Lab(), MemoryBus()
+        file = await marked_run(lab)
+        await make_streams(bus, RUN, BusSection())
+        seq = await bus.publish(names.leave(RUN, "a"), b"?")
+        with pytest.raises(RunMismatchError, match="has messages"):
+            await checkpoint.next_epoch(bus, lab.store, file)
+        assert await bus.last_sequence(names.tape_stream(RUN)) == seq
+
+    run_async(scenario())
+
+
+def test_a_tape_that_began_with_one_checkpoint_goes_on_with_no_other(run_async):
+    async def scenario() -> None:
+        lab, bus = Lab(), MemoryBus()
+        first = await marked_run(lab)
+        async with lab.aggregating():
+            await lab.send("a")
+            made = await checkpoint.mark(lab.context)
+        second = checkpoint_files.load_file(lab.store, RUN, made.name)
+        await resumed(lab, first, bus)
+        with pytest.raises(RunMismatchError, match="began with another checkpoint"):
+            await resumed(lab, second, bus)
+        # Of equal data positions, as after a rollback, the fragments tell; of equal versions these.
+        elsewhere = first.specification.model_copy(update={"positions": {"a": 99}})
+        for alike in (
+            second.model_copy(update={"specification": first.specification}),
+            first.model_copy(update={"specification": elsewhere}),
+        ):
+            with pytest.raises(RunMismatchError, match="began with another checkpoint"):
+                await resumed(lab, alike, bus)
+        assert (await resumed(lab, first, bus)).epoch == 1
+
+    run_async(scenario())
+
+
+def test_nothing_begins_with_a_checkpoint_that_lacks_an_object(run_async):
+    async def scenario() -> None:
+        lab, bus = Lab(), MemoryBus()
+        file = await marked_run(lab)
+        lab.remove([file.records[0].outer])
+        with pytest.raises(ObjectMissingError):
+            await resumed(lab, file, bus)
+        assert await bus.last_sequence(names.tape_stream(RUN)) == first_sequence(1) - 1
+
+    run_async(scenario())
+
+
+def test_a_store_that_is_used_gets_no_streams(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        await marked_run(lab)
+        lab.bus = MemoryBus()
+        with pytest.raises(RunMismatchError, match="resume it"):
+            await lab.create()
+        assert await lab.bus.streams() == []
+
+    run_async(scenario())
 
 
 def test_a_run_with_5000_learners_is_resumed_twice(run_async):

@@ -11,7 +11,8 @@ from runlab import RUN, SNAPSHOT_EVERY, Lab
 from structlog.testing import capture_logs
 
 from diloco.aggregator import checkpoint
-from diloco.aggregator.owner.recovery import rebuild, recover
+from diloco.aggregator.context import Context
+from diloco.aggregator.owner.recovery import Recovered, rebuild, recover
 from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.common.process.config import BusSection
 from diloco.common.process.tasks import cancel
@@ -215,6 +216,26 @@ def test_nothing_is_rolled_back_behind_the_last_version(run_async, monkeypatch):
         with pytest.raises(RunMismatchError, match="has stopped meanwhile"):
             await roll_back(lab.context, found)
         assert (await lab.newest())[1] == newest_seq
+
+    run_async(scenario())
+
+
+def test_nothing_is_rolled_back_once_the_run_has_stopped_meanwhile(run_async, monkeypatch):
+    """The run would end with the earlier version, and could not be rolled back any more."""
+
+    async def scenario() -> None:
+        lab = await made(6)
+        targets = await find_versions(lab.context, {0: 4})
+
+        async def slow(context: Context, record: wire.Record, record_seq: int) -> Recovered:
+            stop = wire.Stop(run=RUN, global_step=1, reason="steps", by="test")
+            await lab.bus.publish(names.stop(RUN), wire.encode(stop))
+            return await rebuild(context, record, record_seq)
+
+        monkeypatch.setattr("diloco.aggregator.rollback.rebuild", slow)
+        with pytest.raises(RunMismatchError, match="stop"):
+            await roll_back(lab.context, targets)
+        assert (await lab.newest())[0].version == 6
 
     run_async(scenario())
 

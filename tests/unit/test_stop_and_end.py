@@ -14,7 +14,7 @@ from diloco.aggregator.owner.tenure import Tenure, decode_message
 from diloco.aggregator.stop_and_end import Conductor, NewestRecord, stop_reason
 from diloco.common.process.config import RunSettings
 from diloco.common.process.tasks import cancel
-from diloco.common.protocol import names
+from diloco.common.protocol import names, wire
 from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.tape import effective_settings, messages_up_to
 
@@ -74,6 +74,35 @@ def test_the_newest_settings_alone_decide_and_decide_at_once(run_async, monkeypa
         await set_steps(lab, STEPS)
         await lab.until(is_stopped, "the stop of a run that is complete")
         await cancel(conducting)
+
+    run_async(scenario())
+
+
+def test_a_run_that_was_lengthened_meanwhile_is_not_stopped(run_async, monkeypatch):
+    """The conductor was cut off when the change came, behind the record that it reads now."""
+    monkeypatch.setattr(settings, "_check_length", looked_before)
+
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        await lab.join("a")
+        async with lab.aggregating():
+            while (await lab.newest())[0].global_step < STEPS:
+                await lab.send("a")
+        await set_steps(lab, 1 << 20)
+        document = lab.context.settings.model_dump()
+        document["run"]["steps"] = STEPS
+        conductor = Conductor(replace(lab.context, settings=RunSettings.model_validate(document)))
+        record, record_seq = await lab.newest()
+        conductor._note(wire.word_of(record), record_seq)
+        assert not await conductor._decide()
+        assert not await lab.on_tape(names.stop(RUN))
+        await set_steps(lab, STEPS)
+        assert not await conductor._decide()
+        assert not await lab.on_tape(names.stop(RUN))
+        conductor._settings = conductor.context.settings
+        await conductor._decide()
+        assert await lab.on_tape(names.stop(RUN))
 
     run_async(scenario())
 

@@ -33,6 +33,7 @@ from diloco.common.storage.tape.run import (
     RunContext,
     await_specification,
     changed_settings,
+    check_epoch,
     check_record,
     data_position,
     data_reached,

@@ -487,6 +487,20 @@ def record_of(subject: str, pointer: wire.RecordPointer, data: bytes) -> wire.Re
     return record
 
 
+def check_epoch(context: RunContext, epoch: int) -> None:
+    """Refuses a tape of another epoch than that of `context`.
+
+    Raises:
+        NewTapeError: the run was resumed on a new tape, of the epoch `epoch`.
+    """
+    if epoch != context.epoch:
+        raise NewTapeError(
+            f"run {context.run!r} is in epoch {epoch}, this process began in epoch "
+            f"{context.epoch}: the run was resumed on a new tape",
+            hint="start this process again",
+        )
+
+
 def check_record(context: RunContext, found: wire.AnyRecord) -> None:
     """Refuses a record of another epoch or layout than those of `context`.
 
@@ -494,12 +508,7 @@ def check_record(context: RunContext, found: wire.AnyRecord) -> None:
         IntegrityError: the record has another layout.
         NewTapeError: the record has another epoch, as the run was resumed on a new tape.
     """
-    if found.epoch != context.epoch:
-        raise NewTapeError(
-            f"run {context.run!r} is in epoch {found.epoch}, this process began in epoch "
-            f"{context.epoch}: the run was resumed on a new tape",
-            hint="start this process again",
-        )
+    check_epoch(context, found.epoch)
     if found.layout != context.layout.digest:
         raise IntegrityError(
             f"record of fragment {found.fragment}: layout {found.layout}, "
