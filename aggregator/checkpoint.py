@@ -10,9 +10,9 @@ incarnations start again with each tape.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from diloco.aggregator.compare_and_swap import swap
 from diloco.aggregator.context import Context
@@ -27,6 +27,7 @@ from diloco.common.protocol.errors import (
     IntegrityError,
     ObjectExistsError,
     ObjectMissingError,
+    OtherCheckpointError,
     RunMismatchError,
     RunMissingError,
     StreamMissingError,
@@ -47,6 +48,8 @@ from diloco.common.storage.tape import (
     records_of,
     store_positions,
 )
+
+R = TypeVar("R")
 
 # How often to try with newer versions, if garbage collection removed the objects needed.
 ATTEMPTS = 3
@@ -212,25 +215,47 @@ async def _data_positions(
 # Resuming
 
 
+async def from_newest(named: Sequence[str], resume: Callable[[str | None], Awaitable[R]]) -> R:
+    """Resumes from the newest checkpoint, or from the one with which an interrupted call has begun.
+
+    Args:
+        named: the names of checkpoints, oldest first.
+        resume: resumes from a checkpoint; from the newest if its name is None.
+
+    Raises:
+        OtherCheckpointError: the tape on this bus began with none of them.
+    """
+    for name in reversed(named[1:]):
+        with contextlib.suppress(OtherCheckpointError):
+            return await resume(name)
+    return await resume(named[0] if named else None)
+
+
 async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) -> int:
     """Returns the epoch of the run's tape on this bus; if there is no tape, reserves a new epoch.
 
     There is a tape if an interrupted `resume` has begun it. An epoch is reserved by an object in
     the store, so that no two tapes of a run share an epoch; it is higher than that of `file` and
-    than all reserved before. If the tape's stream is there and empty, its epoch is returned if it
-    is a reserved one, since a stream's sequences are those of its epoch; else it is removed.
+    than all reserved before. If the tape's stream is there, its epoch is returned if it is a
+    reserved one, since a stream's sequences are those of its epoch. Processes that outlived the
+    tape before may have sent it messages. Another stream is removed, if it is empty.
 
     Raises:
-        RunMismatchError: the stream has messages, and no specification.
+        RunMismatchError: that stream has messages, and no specification.
     """
     run = file.specification.run
     with contextlib.suppress(RunMissingError):
         return (await load_specification(bus, run)).epoch
     prefix = names.epoch_prefix(run)
     used = [int(found.name.removeprefix(prefix)) for found in store.list(prefix)]
-    begun = await _empty_tape(bus, run)
+    begun, is_empty = await _begun(bus, run)
     if begun in used and begun > file.specification.epoch:
         return begun
+    if not is_empty:
+        raise RunMismatchError(
+            f"the stream {names.tape_stream(run)!r} has messages, but none says what run it is",
+            hint="see what they are with NATS's own tools, and remove the stream",
+        )
     if begun >= 0:
         await bus.remove_stream(names.tape_stream(run))
     epoch = max([file.specification.epoch, *used]) + 1
@@ -244,18 +269,13 @@ async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) ->
             return epoch
 
 
-async def _empty_tape(bus: Bus, run: str) -> int:
-    """Returns the epoch of the run's tape, which is empty; -1 if there is none."""
+async def _begun(bus: Bus, run: str) -> tuple[int, bool]:
+    """Returns the epoch of the run's tape, -1 if there is none, and whether it is empty."""
     try:
-        first_seq = await bus.last_sequence(names.tape_stream(run)) + 1
+        last_seq = await bus.last_sequence(names.tape_stream(run))
     except StreamMissingError:
-        return -1
-    if not begins_tape(first_seq):
-        raise RunMismatchError(
-            f"the stream {names.tape_stream(run)!r} has messages, but none says what run it is",
-            hint="see what they are with NATS's own tools, and remove the stream",
-        )
-    return epoch_of(first_seq)
+        return -1, True
+    return epoch_of(last_seq + 1), begins_tape(last_seq + 1)
 
 
 async def check_objects(context: Context, records: Sequence[wire.Record]) -> None:
@@ -274,8 +294,8 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
     continues from there.
 
     Raises:
-        RunMismatchError: the bus has a tape of this run of the epoch of `file` or an older one, or
-            one that began with another checkpoint.
+        OtherCheckpointError: the bus has a tape of this run that began with another checkpoint.
+        RunMismatchError: it has one of the epoch of `file` or an older one.
     """
     specification = await _specification(context, file)
     subject = names.spec(context.run)
@@ -311,8 +331,8 @@ async def _specification(context: Context, file: wire.CheckpointFile) -> wire.Sp
     return file.specification.model_copy(update=carried)
 
 
-def _begun_otherwise(context: Context) -> RunMismatchError:
-    return RunMismatchError(
+def _begun_otherwise(context: Context) -> OtherCheckpointError:
+    return OtherCheckpointError(
         f"run {context.run!r} has a tape on this bus that began with another checkpoint",
         hint="if its daemons have not run yet, resume it with that checkpoint: --from NAME; else"
         " start them, and return to an earlier version by diloco run rollback",
@@ -323,7 +343,7 @@ async def begin_fragments(context: Context, records: Sequence[wire.Record]) -> N
     """Publishes each fragment's first record of the epoch, unless the fragment has one already.
 
     Raises:
-        RunMismatchError: a fragment has begun with another checkpoint.
+        OtherCheckpointError: a fragment has begun with another checkpoint.
     """
     settings = await context.bus.last(context.tape, names.settings(context.run))
     settings_seq = settings.seq if settings else 0

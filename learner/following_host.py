@@ -122,6 +122,7 @@ def _following_life(
             outbox=worker.say,
             meter=Meter(context.learner, context.traffic),
             saver=make_saver(host, context, folder, go.incarnation, made=made),
+            clock=context.runtime.clock,
         ),
         params=tree.join(replica.trained, held),
         leave_run=worker.why,

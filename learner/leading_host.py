@@ -253,6 +253,7 @@ def _leading_life(
         meter=meter,
         saver=saver,
         losses=losses,
+        clock=context.runtime.clock,
         check_interval_versions=context.settings.sync.check_interval_versions,
     )
     context.metrics.on_scrape(lambda: show_series(context.metrics, synchronizer, planner.state))
@@ -462,6 +463,7 @@ def _planner(
         saver_idle=never if saver is None else saver.idle,
         tell=peers.tell,
         turned=context.health.turned,
+        clock=context.runtime.clock,
     )
 
 

@@ -20,7 +20,6 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from diloco.common.process.health import HealthView, step_limit_s
-from diloco.common.process.retry import Clock
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError, DivergedError
 from diloco.common.protocol.wire import METRIC_NAME, MOST_METRICS
@@ -358,11 +357,11 @@ class Planner:
         state: the core's state, which is `lookahead` boundaries ahead of training.
         inbox: the source of events.
         tokens_per_step: tokens of one inner step, of all hosts together.
+        clock: returns the time in seconds, by the same clock as the events of `inbox`.
         asked_to_leave: returns whether this learner was asked to leave.
         lookahead: the number of boundaries to plan ahead; 0 for a learner of one host.
         drain_timeout_s: seconds for which a learner that was asked to leave continues to send. At
             the run's end there is no limit, since the aggregator waits for this learner.
-        clock: returns the time in seconds.
         checkpoint_due: returns whether a checkpoint is due.
         snapshot_steps: the steps between two snapshots; an update makes one due at once. 0: none.
         saver_idle: returns whether no checkpoint is being made.
@@ -374,10 +373,10 @@ class Planner:
     state: sync.State
     inbox: Inbox
     tokens_per_step: int
+    clock: Callable[[], float]
     asked_to_leave: Callable[[], bool] = never
     lookahead: int = 0
     drain_timeout_s: float = 0.0
-    clock: Callable[[], float] = field(default_factory=Clock)
     checkpoint_due: Callable[[], bool] = never
     snapshot_steps: int = 0
     saver_idle: Callable[[], bool] = never
@@ -526,7 +525,7 @@ class Synchronizer:
         outbox: takes the learner's outgoing messages.
         meter: counts steps, tokens and times.
         saver: makes the learner's checkpoints; None: it keeps none.
-        clock: returns the time in seconds.
+        clock: returns the time in seconds, by the same clock as `Planner.clock`.
         losses: losses of the learner's steps.
         check_interval_versions: updates report the digest of the learner's own view once in so many
             versions of a fragment; 0: never.
@@ -539,7 +538,7 @@ class Synchronizer:
     outbox: Outbox
     meter: Meter
     saver: Saver | None
-    clock: Callable[[], float] = field(default_factory=Clock)
+    clock: Callable[[], float]
     losses: Losses = field(default_factory=Losses)
     check_interval_versions: int = 0
     _check_at: dict[int, int] = field(default_factory=dict)
@@ -564,6 +563,8 @@ class Synchronizer:
             self.replica.trained = trained()
         for effect in boundary.effects:
             self._perform(effect)
+        if boundary.stopping and self.saver is not None:
+            self.saver.release()
         took_s = time.perf_counter() - began_s
         if boundary.state == "paused":
             self.meter.paused(took_s)

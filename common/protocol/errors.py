@@ -117,6 +117,10 @@ class NewTapeError(RunMismatchError):
     status = Exit.PASSING
 
 
+class OtherCheckpointError(RunMismatchError):
+    """The run's tape on this bus began with another checkpoint."""
+
+
 class RunMissingError(RunMismatchError):
     """The bus has no run of that name."""
 

@@ -16,6 +16,7 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.owner.quarantine_messages import quarantine as tell_quarantine
 from diloco.common.process import log
 from diloco.common.process.config import (
+    Config,
     RunSettings,
     changes,
     check_same_run,
@@ -30,7 +31,7 @@ from diloco.common.protocol.errors import RunMismatchError
 from diloco.common.protocol.layout import parse_layout
 from diloco.common.storage import checkpoint_files
 from diloco.common.storage.bus import jetstream
-from diloco.common.storage.store import open_store
+from diloco.common.storage.store import ObjectStore, open_store
 from diloco.common.storage.tape import Recorded, effective_settings, last_record
 from diloco.operate.make_streams import make_streams
 from diloco.run.cli.opening import find_config, open_run, operator_context, who
@@ -216,7 +217,7 @@ async def resume(target: str, name: str | None) -> Resumed:
 
     Args:
         target: RUN.
-        name: the checkpoint; None: the newest.
+        name: the checkpoint; None: the newest, or that with which an interrupted call has begun.
 
     Raises:
         ConfigError: there is no such checkpoint.
@@ -224,6 +225,12 @@ async def resume(target: str, name: str | None) -> Resumed:
     """
     config = load_config(find_config(target))
     store, run = open_store(config.store.url, emulator=config.store.emulator), config.run.name
+    named = [name] if name else checkpoint_files.checkpoints(store, run)
+    return await checkpoint.from_newest(named, lambda name: _resume_from(config, store, name))
+
+
+async def _resume_from(config: Config, store: ObjectStore, name: str | None) -> Resumed:
+    run = config.run.name
     file = checkpoint_files.load_file(store, run, name)
     layout_digest = file.specification.layout
     layout = parse_layout(store.get(names.layout_object(run, layout_digest)), layout_digest)

@@ -317,9 +317,14 @@ class Worker:
 
     async def _store(self, outgoing: Outgoing) -> None:
         send = outgoing.send
-        stored = await self._uploader.store(self._go.incarnation, send, outgoing.codes)
-        if outgoing.covered is not None:
-            await outgoing.covered()
+        try:
+            stored = await self._uploader.store(self._go.incarnation, send, outgoing.codes)
+            if outgoing.covered is not None:
+                await outgoing.covered()
+        except Exception as error:
+            # Host 0 would wait for this host's part for ever.
+            self._link.fail(error)
+            raise
         self._link.tell(Uploaded(fragment=send.fragment, seq=send.seq, shards=stored.shards))
         self._context.traffic.updates_sent += 1
 

@@ -121,7 +121,7 @@ class Coverage:
     def __init__(self, context: Context) -> None:
         self._logger = context.logger
         self._steps = 0
-        self._fail = False
+        self._fail = self._released = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news = asyncio.Event()
 
@@ -135,15 +135,21 @@ class Coverage:
         self._fail = True
         self._wake()
 
+    def release(self) -> None:
+        """Ends all waiting: the run has stopped, and no further snapshot is made."""
+        if not self._released:
+            self._released = True
+            self._wake()
+
     async def cover(self, local_step: int) -> None:
         """Waits until a snapshot with more steps than `local_step` is stored."""
         self._loop = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(COVERED_S):
-                while self._steps <= local_step and not self._fail:
+                while self._steps <= local_step and not (self._fail or self._released):
                     news = self._news
                     await news.wait()
-        if self._steps <= local_step:
+        if self._steps <= local_step and not self._released:
             self._logger.warning("announced_uncovered", local_step=local_step)
 
     def _wake(self) -> None:
@@ -209,6 +215,10 @@ class Saver:
         """Waits until a snapshot with more steps than `local_step` is stored (`Coverage`)."""
         if self._section.snapshot_steps:
             await self._coverage.cover(local_step)
+
+    def release(self) -> None:
+        """Ends the waiting of updates for snapshots, of which no more is made."""
+        self._coverage.release()
 
     def save(
         self,

@@ -88,6 +88,11 @@ class SimBroker(MemoryBroker):
         self._patterns: dict[str, dict[str, Pattern]] = defaultdict(dict)
         self._of_subject: dict[str, dict[str, list[Pattern]]] = defaultdict(dict)
 
+    def remove_stream(self, stream: str) -> None:
+        super().remove_stream(stream)
+        for known in (self._seqs, self._patterns, self._of_subject):
+            known.pop(stream, None)
+
     def publish(
         self,
         subject: str,
@@ -278,6 +283,10 @@ class ActorBus:
     ) -> None:
         self.actor.check()
         self._broker.create_stream(stream, subjects, limits, first_seq)
+
+    async def remove_stream(self, stream: str) -> None:
+        self.actor.check()
+        self._broker.remove_stream(stream)
 
     async def publish(
         self,

@@ -77,7 +77,7 @@ class SimSaver:
         self._snapshots = snapshots
         self._coverage = Coverage(context)
         self._busy = False
-        self.cover = self._coverage.cover
+        self.cover, self.release = self._coverage.cover, self._coverage.release
 
     def idle(self) -> bool:
         return not self._busy

@@ -262,17 +262,22 @@ class World:
 
     async def resume(self, actor: Actor) -> None:
         """Begin a new tape from the newest checkpoint, as `diloco.operate.change.resume` does."""
-        file = checkpoint_files.load_file(actor.store, self.run_name, None)
+        named = checkpoint_files.checkpoints(actor.store, self.run_name)
+        await checkpoint.from_newest(named, lambda name: self._resume_from(actor, name))
+        self.without_server = False
+
+    async def _resume_from(self, actor: Actor, name: str | None) -> None:
+        file = checkpoint_files.load_file(actor.store, self.run_name, name)
         epoch = await checkpoint.next_epoch(actor.bus, actor.store, file)
         await make_streams(actor.bus, self.run_name, self.streams, epoch)
         context = replace(self._context(actor, "resume"), epoch=epoch)
         await checkpoint.check_objects(context, file.records)
-        if context.epoch != self.epoch:
+        # Of a command that was interrupted before, the tape may be there, and empty.
+        if context.epoch != self.epoch or not self.broker.stream(context.tape).log:
             self.epoch = context.epoch
             self.checkers.begin_epoch(context.epoch, file)
         await checkpoint.begin_epoch(context, file)
         await checkpoint.begin_fragments(context, file.records)
-        self.without_server = False
 
     # Aggregators
 

@@ -21,6 +21,7 @@ from diloco.common.protocol.errors import (
     HostLostError,
     IntegrityError,
     ObjectMissingError,
+    StoreError,
     SupersededError,
     WireError,
     status_of,
@@ -218,6 +219,22 @@ def test_a_host_says_that_its_part_is_uploaded_once_its_snapshot_is_stored(run_a
     outgoing = Outgoing(SEND, None, 5, 5, float, 1.0, 0.0, covered=covered)
     run_async(worker._store(outgoing))
     assert told == ["stored", "covered", messages.Uploaded]
+
+
+def test_a_host_that_cannot_upload_its_part_ends_its_learner(run_async):
+    """Host 0 would wait for the part for ever, and nothing more would be sent."""
+    failed = []
+
+    class Refuses:
+        async def store(self, *_args):
+            raise StoreError("not permitted")
+
+    link = SimpleNamespace(tell=failed.append, fail=failed.append)
+    go = messages.Go(incarnation=1, position=0, global_step=0)
+    worker = Worker(make_context(), link, None, Refuses(), None, never, go, None)
+    with pytest.raises(StoreError):
+        run_async(worker._store(Outgoing(SEND, None, 5, 5, float, 1.0, 0.0)))
+    assert [type(one) for one in failed] == [StoreError]
 
 
 def test_a_lost_host_is_reported_and_ends_no_process_by_itself(run_async):

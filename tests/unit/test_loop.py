@@ -1,5 +1,7 @@
 """A training loop beside its life: what the loop's steps count in updates and in checkpoints."""
 
+import asyncio
+import contextlib
 import threading
 
 import jax.numpy as jnp
@@ -14,13 +16,13 @@ from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.store import MemoryStore
 from diloco.learner.background import Context
 from diloco.learner.core import sync
-from diloco.learner.core.events import Published, Ready, Start, sync_rules
+from diloco.learner.core.events import Published, Ready, Start, Stop, sync_rules
 from diloco.learner.core.handover import Arrived, Outgoing
 from diloco.learner.library import Learner
 from diloco.learner.life import Life
 from diloco.learner.synchronizer import Meter, Planner, Synchronizer
 from diloco.learner.tensors.send_and_adopt import Replica
-from diloco.learner.wire.checkpoint_save_and_restore import Saver, open_folder, restore
+from diloco.learner.wire.checkpoint_save_and_restore import COVERED_S, Saver, open_folder, restore
 
 NAMES = ("w", "v")
 LAYOUT = make_layout(
@@ -46,6 +48,9 @@ class Answered:
         answer = Ready(send.fragment, seq, send.base_version, send.base_digest, 0, send.seq)
         self._arrived += [Arrived(Published(1.0, send.fragment, send.seq)), Arrived(answer)]
 
+    def stop(self) -> None:
+        self._arrived.append(Arrived(Stop()))
+
     def events(self, _wait_s: float = 0.0) -> list[Arrived]:
         arrived, self._arrived = self._arrived, []
         return arrived
@@ -65,12 +70,12 @@ def make_loop(position: int = 0, folder=None) -> tuple[Learner, Answered]:
     starts = (Start(0, "0" * 32, 1, 0), Start(0, "0" * 32, 2, 0))
     planner = Planner(
         rules=rules, state=sync.begin(rules, starts), inbox=outbox, tokens_per_step=TOKENS,
-        checkpoint_due=lambda: saver is not None,
+        clock=context.runtime.clock, checkpoint_due=lambda: saver is not None,
     )  # fmt: skip
     synchronizer = Synchronizer(
         replica=Replica(SETTINGS.sync, LAYOUT, LIKE, [np.zeros(32, np.float32)] * 2),
         position=position, tokens_per_step=TOKENS, boundaries=planner, outbox=outbox,
-        meter=Meter("a", context.traffic), saver=saver,
+        meter=Meter("a", context.traffic), saver=saver, clock=context.runtime.clock,
     )  # fmt: skip
     life = Life(
         host=None, context=context, synchronizer=synchronizer, params=LIKE, leave_run=str,
@@ -109,3 +114,26 @@ def test_tokens_of_checkpoints_count_on_from_life_to_life(tmp_path):
         assert (meter.local_step, meter.earlier_tokens) == (3 * life, 3 * life * TOKENS)
         train(loop, 3)
         loop._synchronizer.saver.close()
+
+
+def test_at_the_runs_end_no_update_waits_for_a_snapshot(tmp_path, run_async):
+    """None is made any more: what is sent last has to come within the last rounds."""
+    loop, outbox = make_loop(folder=tmp_path)
+    train(loop, 1)
+    saver = loop._synchronizer.saver
+
+    async def is_covered() -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COVERED_S / 40):
+                await saver._coverage.cover(99)
+                return True
+        return False
+
+    async def scenario() -> None:
+        assert not await is_covered()
+        outbox.stop()
+        train(loop, 1)
+        assert await is_covered()
+
+    run_async(scenario())
+    saver.close()

@@ -56,7 +56,7 @@ def test_a_message_cannot_hold_the_positions_of_5000():
         ))  # fmt: skip
 
 
-@pytest.mark.parametrize("left_by", ["create", "resume"])
+@pytest.mark.parametrize("left_by", ["create", "resume", "resume, beside an old process"])
 def test_a_new_tape_has_its_epochs_sequences_whatever_stream_is_there(run_async, left_by):
     """An interrupted command has made it, and said nothing on it."""
 
@@ -64,9 +64,11 @@ def test_a_new_tape_has_its_epochs_sequences_whatever_stream_is_there(run_async,
         lab, bus = Lab(), MemoryBus()
         file = await marked_run(lab)
         epoch = 0
-        if left_by == "resume":
+        if left_by != "create":
             epoch = await checkpoint.next_epoch(bus, lab.store, file)
         await make_streams(bus, RUN, BusSection(), epoch)
+        if "beside" in left_by:
+            await bus.publish(names.leave(RUN, "a"), b"of the tape before")
         context = await resumed(lab, file, bus)
         items = [item async for item in read_tape(context)]
         assert context.epoch == 1
