@@ -9,7 +9,7 @@ interface to the learner's other hosts.
 import asyncio
 import dataclasses
 import queue
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from diloco.common.process import log
 from diloco.common.process.config import RunSettings
 from diloco.common.process.health import Health
 from diloco.common.process.metrics import Metrics
+from diloco.common.process.signals import unless_asked
 from diloco.common.process.tasks import cancel, within
 from diloco.common.protocol import wire
 from diloco.common.protocol.errors import DilocoError
@@ -47,6 +48,25 @@ class Background:
         """
         limited = within(within_s, coroutine)
         return asyncio.run_coroutine_threadsafe(limited, self.loop).result()
+
+    def call_unless_failed(
+        self, coroutine: Coroutine[Any, Any, T], asked: Callable[[], bool] = lambda: False
+    ) -> T:
+        """Runs a coroutine as `call` does, and cancels it if the learner ends meanwhile.
+
+        What it waits for may never come then: a message of a tape that is lost, or a store that is
+        away.
+
+        Raises:
+            BaseException: the error that ended a task of the background.
+            AskedToStopError: `asked` became true.
+        """
+
+        def ends() -> bool:
+            self.check()
+            return asked()
+
+        return self.call(unless_asked(coroutine, ends))
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Starts a coroutine on the event loop; returns at once. `close` cancels it.

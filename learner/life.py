@@ -28,7 +28,6 @@ from diloco.common.process.health import (
 from diloco.common.process.metrics import Metrics
 from diloco.common.process.probes import Probes
 from diloco.common.process.retry import Runtime
-from diloco.common.process.signals import unless_asked
 from diloco.common.protocol import names
 from diloco.common.protocol.errors import ConfigError, DilocoError, Exit, HostLostError
 from diloco.common.protocol.frozen import Frozen, Index
@@ -106,8 +105,9 @@ class Host:
 
         Raises:
             AskedToStopError: `gives_up` became true meanwhile.
+            BaseException: the error that ended a task of the background.
         """
-        return self.background.call(unless_asked(coroutine, self.gives_up))
+        return self.background.call_unless_failed(coroutine, self.gives_up)
 
     def wait_for(self, what: str, function: Callable[..., T], *args: object) -> T:
         """Calls a blocking function that is part of the start, and retries transient faults.
@@ -385,7 +385,7 @@ def patient_fetch(host: Host, context: Context) -> PatientFetch:
 
     def fetch(what: str, function: Callable[[], Any]) -> Any:
         runtime = context.runtime
-        return host.background.call(
+        return host.background.call_unless_failed(
             runtime.retry(what, lambda: runtime.call(function), logger=context.logger)
         )
 
