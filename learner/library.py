@@ -61,6 +61,28 @@ SAID_S = 5.0
 GOING_ON = ("training", "paused")
 
 
+class Unbroken:
+    """A block that raises for good once an exception, such as a Ctrl-C, has left it.
+
+    Half of a step may have been taken then: a version adopted whose parameters the loop never got,
+    or an update sent that nobody uploads.
+    """
+
+    broken = False
+
+    def __enter__(self) -> None:
+        if self.broken:
+            raise DilocoError(
+                "an earlier step was broken off, by an error or by Ctrl-C: what it adopted and sent"
+                " is not in these parameters",
+                hint="leave the run and join again; a Ctrl-C between two steps does no harm",
+            )
+        self.broken = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.broken = kind is not None
+
+
 class Learner:
     """A training loop's membership in a run, made by `join`; to be used by one thread.
 
@@ -88,6 +110,7 @@ class Learner:
         self._save: Any = None
         self._saves = False
         self._then = "step"
+        self._unbroken = Unbroken()
         self._began_s = time.perf_counter()
 
     @property
@@ -208,8 +231,9 @@ class Learner:
         Raises:
             DivergedError: the loss is infinite or not a number.
             ParametersError: names, dtypes or shapes of the parameters have changed.
-            DilocoError: an error that ends this learner; or the loop continued after `done`; or
-                `save` was given before, and a snapshot is due without it.
+            DilocoError: an error that ends this learner; or the loop continued after `done`, or
+                after a step that was interrupted; or `save` was given before, and a snapshot is due
+                without it.
         """
         if self.done:
             raise DilocoError(
@@ -223,22 +247,23 @@ class Learner:
         self._synchronizer.losses.stepped(read, loss)
         self._synchronizer.meter.measured(self._metrics)
         self._metrics = metrics or {}
-        boundary = self._turn()
-        meter = self._synchronizer.meter
-        took_s = time.perf_counter() - self._began_s
-        meter.stepped(took_s, self._synchronizer.tokens_per_step, read)
-        self._saves = self._saves or save is not None
-        if boundary.checkpoint and (save is not None or boundary.unsent):
-            self._check_saved()
-            self._checkpoint(boundary)
-            self._save = None
-        meter.state = boundary.state
-        while boundary.then == "hold" and boundary.state in GOING_ON:
+        with self._unbroken:
             boundary = self._turn()
+            meter = self._synchronizer.meter
+            took_s = time.perf_counter() - self._began_s
+            meter.stepped(took_s, self._synchronizer.tokens_per_step, read)
+            self._saves = self._saves or save is not None
+            if boundary.checkpoint and (save is not None or boundary.unsent):
+                self._check_saved()
+                self._checkpoint(boundary)
+                self._save = None
             meter.state = boundary.state
-        self.global_step, self._then = boundary.global_step, boundary.then
-        self.done = boundary.state not in GOING_ON or boundary.then == "end"
-        self._began_s = time.perf_counter()
+            while boundary.then == "hold" and boundary.state in GOING_ON:
+                boundary = self._turn()
+                meter.state = boundary.state
+            self.global_step, self._then = boundary.global_step, boundary.then
+            self.done = boundary.state not in GOING_ON or boundary.then == "end"
+            self._began_s = time.perf_counter()
         return self._params
 
     def evaluated(self, figures: Mapping[str, float]) -> None:
@@ -266,8 +291,9 @@ class Learner:
             self._asked.set()
             if self._save is not None and not _is_gone(self._save):
                 self._checkpoint(Boundary((), "hold", self.global_step))
-        # Parameters that were donated to a step which never returned cannot be sent.
-        while self._then != "end" and not _is_gone(self._params):
+        # Parameters that were donated to a step which never returned cannot be sent, and what an
+        # interrupted step has adopted or sent is not known.
+        while self._then != "end" and not (_is_gone(self._params) or self._unbroken.broken):
             boundary = self._turn()
             synchronizer.meter.state, self._then = boundary.state, boundary.then
         self.why = self._life.leave()

@@ -11,6 +11,7 @@ import structlog
 
 from diloco.common.process.config import LearnerSection, RunSettings
 from diloco.common.process.retry import Runtime
+from diloco.common.protocol.errors import DilocoError
 from diloco.common.protocol.layout import Tensor, make_layout
 from diloco.common.storage.bus import MemoryBus
 from diloco.common.storage.store import MemoryStore
@@ -137,3 +138,25 @@ def test_at_the_runs_end_no_update_waits_for_a_snapshot(tmp_path, run_async):
 
     run_async(scenario())
     saver.close()
+
+
+def test_a_loop_whose_step_was_interrupted_goes_no_further(monkeypatch):
+    """As a notebook's cell that is stopped while the run is paused: it never got what it adopted."""
+    loop, outbox = make_loop()
+    train(loop, 5)
+    turn = loop._synchronizer.turn
+
+    def interrupted(trained):
+        turn(trained)
+        raise KeyboardInterrupt
+
+    loop._synchronizer.turn = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        train(loop, 1)
+    loop._synchronizer.turn = turn
+    sent = len(outbox.sent)
+    with pytest.raises(DilocoError, match="was broken off"):
+        train(loop, 1)
+    monkeypatch.setattr(Life, "leave", lambda _life: "")
+    loop.finish()
+    assert len(outbox.sent) == sent

@@ -38,6 +38,7 @@ class TensorLearner:
     def __init__(self, learner: library.Learner, leaves: Mapping[str, LazyLeaf]) -> None:
         self._learner = learner
         self._leaves = dict(leaves)
+        self._unbroken = library.Unbroken()
         self._settle(learner.params)
 
     @property
@@ -82,9 +83,10 @@ class TensorLearner:
             DilocoError: another error that ends this learner; or the loop continued after `done`.
         """
         given = dict(self._leaves)
-        after = self._learner.step(given, loss=loss, metrics=metrics, save=save)
-        if after is not given:
-            self._settle(after)
+        with self._unbroken:
+            after = self._learner.step(given, loss=loss, metrics=metrics, save=save)
+            if after is not given:
+                self._settle(after)
 
     @contextlib.contextmanager
     def viewed(self) -> Iterator[None]:
