@@ -112,7 +112,7 @@ async def _mark(context: Context, newest: list[Recorded]) -> Marked:
     await context.bus.publish(
         names.checkpoint(context.run), wire.encode(message), msg_id=context.runtime.new_id()
     )
-    _check_newest(newest, await _newest_of_all(context))
+    await _check_newest(context, newest)
     quarantined = tuple(sorted(await quarantined_learners(context)))
     # One after the other, so that only one fragment's arrays are in memory.
     records = [await _beginning(context, at, quarantined) for at in newest]
@@ -135,14 +135,15 @@ async def _mark(context: Context, newest: list[Recorded]) -> Marked:
     return Marked(message.name, message.versions)
 
 
-def _check_newest(named: list[Recorded], now: list[Recorded]) -> None:
+async def _check_newest(context: Context, named: list[Recorded]) -> None:
     """Raises if a collection that knows nothing of a checkpoint may remove what it names."""
-    # The floor of a collection is at most the older of the two newest stored versions.
-    for one, newest in zip(named, now, strict=True):
-        if newest.record.version > one.record.version + 1:
+    # The floor of a collection is at most the older of the two newest versions that are stored.
+    for one in named:
+        newest, _ = await last_record(context, one.record.fragment)
+        if newest.version > one.record.version + 1 and newest.snapshot_version > one.record.version:
             raise IntegrityError(
-                f"fragment {one.record.fragment}: version {newest.record.version} was made before "
-                f"the checkpoint of version {one.record.version} was on the tape",
+                f"fragment {one.record.fragment}: version {newest.version} was made before the "
+                f"checkpoint of version {one.record.version} was on the tape",
                 hint="make the checkpoint again",
             )
 
@@ -247,8 +248,9 @@ async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) ->
     with contextlib.suppress(RunMissingError):
         return (await load_specification(bus, run)).epoch
     prefix = names.epoch_prefix(run)
-    used = [int(found.name.removeprefix(prefix)) for found in store.list(prefix)]
+    # In this order: an epoch is reserved before its stream is made.
     begun, is_empty = await _begun(bus, run)
+    used = [int(found.name.removeprefix(prefix)) for found in store.list(prefix)]
     if begun in used and begun > file.specification.epoch:
         return begun
     if not is_empty:
@@ -284,7 +286,32 @@ async def check_objects(context: Context, records: Sequence[wire.Record]) -> Non
     Raises:
         IntegrityError, ObjectMissingError: an object is missing or damaged.
     """
-    await asyncio.gather(*(rebuild(context, record, 1) for record in records))
+    # One after the other, so that only one fragment's arrays are in memory.
+    for record in records:
+        await rebuild(context, record, 1)
+
+
+async def check_begun(context: Context, file: wire.CheckpointFile) -> None:
+    """Checks the run's tape on this bus, if there is one: it began with this checkpoint.
+
+    Raises:
+        OtherCheckpointError, RunMismatchError: as `begin_epoch`.
+    """
+    with contextlib.suppress(RunMissingError):
+        await _check_same(context, await load_specification(context.bus, context.run), file)
+
+
+async def _check_same(
+    context: Context, specification: wire.Specification, file: wire.CheckpointFile
+) -> None:
+    if specification.epoch <= file.specification.epoch:
+        raise RunMismatchError(
+            f"run {context.run!r} has its tape on this bus (epoch {specification.epoch})",
+            hint="start its daemons, they resume; to return to an earlier version: "
+            "diloco run rollback",
+        )
+    if specification != await _specification(replace(context, epoch=specification.epoch), file):
+        raise _begun_otherwise(context)
 
 
 async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Specification:
@@ -304,14 +331,7 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
     except SwapLostError:
         specification = await load_specification(context.bus, context.run)
         context = replace(context, epoch=specification.epoch)
-        if specification.epoch <= file.specification.epoch:
-            raise RunMismatchError(
-                f"run {context.run!r} has its tape on this bus (epoch {specification.epoch})",
-                hint="start its daemons, they resume; to return to an earlier version: "
-                "diloco run rollback",
-            ) from None
-        if specification != await _specification(context, file):
-            raise _begun_otherwise(context) from None
+        await _check_same(context, specification, file)
     if file.settings != specification.settings:
         message = wire.Settings(
             run=context.run, settings=file.settings, changed=(), by=context.name
@@ -347,7 +367,17 @@ async def begin_fragments(context: Context, records: Sequence[wire.Record]) -> N
     """
     settings = await context.bus.last(context.tape, names.settings(context.run))
     settings_seq = settings.seq if settings else 0
+    # All of them before any is published: no tape begins with parts of two checkpoints.
+    await asyncio.gather(*(_check_beginning(context, record) for record in records))
     await asyncio.gather(*(_begin(context, record, settings_seq) for record in records))
+
+
+async def _check_beginning(context: Context, ours: wire.Record) -> None:
+    if await context.bus.last(context.tape, names.record(context.run, ours.fragment)) is None:
+        return
+    newest, _ = await last_record(context, ours.fragment)
+    if newest.what == "restored" and _beginning_of(newest) != _beginning_of(ours):
+        raise _begun_otherwise(context)
 
 
 async def _begin(context: Context, source: wire.Record, settings_seq: int) -> None:
@@ -368,11 +398,8 @@ async def _begin(context: Context, source: wire.Record, settings_seq: int) -> No
     )
     try:
         await commit_record(context, ours)
-    except SwapLostError:  # The interrupted `resume` has published it.
-        newest, _ = await last_record(context, ours.fragment)
-        begins = newest.what == ours.what
-        if begins and _beginning_of(newest) != _beginning_of(ours):
-            raise _begun_otherwise(context) from None
+    except SwapLostError:  # The interrupted `resume` has published it, or another one just now.
+        await _check_beginning(context, ours)
 
 
 def _beginning_of(record: wire.Record) -> tuple[int, str, str]:

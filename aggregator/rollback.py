@@ -105,45 +105,56 @@ async def roll_back(context: Context, targets: Mapping[int, Recorded]) -> dict[i
         IntegrityError: the objects of an earlier version do not give the recorded digests.
     """
     await check_goes_on(context)
-    # All of them first, so that little time lies between the fragments' records.
-    rebuilt = await asyncio.gather(*(_prepare(context, target) for target in targets.values()))
-    made = await asyncio.gather(
-        *(_roll_back(context, *one) for one in zip(targets.values(), rebuilt, strict=True))
-    )
-    return dict(zip(targets, made, strict=True))
+    # All of them are stored before the first is published, and then nothing but the last version of
+    # a fragment ends this: a run that stops amid it would end with a part of it.
+    made = [_Made(context, target) for target in targets.values()]
+    await asyncio.gather(*(one.prepare() for one in made))
+    await check_goes_on(context)
+    records = await asyncio.gather(*(one.commit() for one in made))
+    return dict(zip(targets, records, strict=True))
 
 
-async def _prepare(context: Context, target: Recorded) -> Recovered | None:
-    newest, _ = await last_record(context, target.record.fragment)
-    return None if _is_at(target, newest) else await _rebuild(context, target)
+class _Made:
+    """One fragment's rollback: its arrays, and the record that follows the newest one."""
 
+    def __init__(self, context: Context, target: Recorded) -> None:
+        self._context, self._target = context, target
+        self._arrays: Recovered | None = None
+        self._record: wire.Record | None = None
 
-def _is_at(target: Recorded, newest: wire.Record) -> bool:
-    # Perhaps by an interrupted rollback.
-    return target.record.version in (newest.version, newest.restored_version)
+    async def prepare(self) -> wire.Record | None:
+        """Stores the contents after the newest version; returns the newest record if it has them.
 
-
-async def _roll_back(context: Context, target: Recorded, arrays: Recovered | None) -> wire.Record:
-    while True:
-        newest, newest_seq = await last_record(context, target.record.fragment)
-        if _is_at(target, newest):
-            return newest
+        Raises:
+            RunMismatchError: the fragment has had its last version.
+        """
+        target, self._record = self._target.record, None
+        newest, newest_seq = await last_record(self._context, target.fragment)
+        if target.version in (newest.version, newest.restored_version):
+            return newest  # Perhaps by an interrupted rollback.
         if newest.final:
             raise RunMismatchError(
                 f"fragment {newest.fragment} has had its last version, {newest.version}: the run "
                 "has stopped meanwhile",
                 hint="create another run from its parameters: diloco run create --from FILE",
             )
-        if arrays is None:
-            arrays = await _rebuild(context, target)
-        record = await _again(context, target.record, arrays, newest, newest_seq)
-        # The run may have stopped since: it would end rolled back, or with a part of it.
-        await check_goes_on(context)
-        try:
-            await commit_record(context, record)
-        except SwapLostError:
-            continue  # The aggregator has committed meanwhile: try again from its record.
-        return record
+        if self._arrays is None:
+            self._arrays = await _rebuild(self._context, self._target)
+        self._record = await _again(self._context, target, self._arrays, newest, newest_seq)
+        return None
+
+    async def commit(self) -> wire.Record:
+        """Publishes the record; again on top of a newer one, if an aggregator has made one."""
+        while True:
+            if self._record is None and (newest := await self.prepare()) is not None:
+                return newest
+            assert self._record is not None
+            try:
+                await commit_record(self._context, self._record)
+            except SwapLostError:
+                self._record = None
+            else:
+                return self._record
 
 
 async def _rebuild(context: Context, target: Recorded) -> Recovered:

@@ -320,7 +320,7 @@ def _find(
     if not part:
         return restore(context, section, folder, like, fetch)
     parts = readable_parts(context, section, folder, like, shardings, fetch, part)
-    chosen = _common_checkpoint(parts, host.background.call(peers.checkpoints()))
+    chosen = _common_checkpoint(parts, host.background.call_unless_failed(peers.checkpoints()))
     peers.say(messages.Resume(checkpoint=chosen))
     if chosen is None:
         return None
@@ -422,7 +422,7 @@ def _go_on(
     if not section.snapshot_steps or folder is None:
         return place, (), Losses()
     here = readable_snapshots(context, section, folder, replica.unsent_shapes())
-    common = set(here).intersection(*host.background.call(peers.snapshots()))
+    common = set(here).intersection(*host.background.call_unless_failed(peers.snapshots()))
     for number in sorted(common, reverse=True):
         facts, values = here[number]
         found = place.fits(facts, begun.life, begun.rules, begun.starts)

@@ -412,8 +412,8 @@ def join(
     """Joins a run, for as long as the block lasts.
 
     At its end the block sends unsent work, for at most `learner.drain_timeout_s`; also after a
-    KeyboardInterrupt, which is then raised again. After any other exception nothing is sent: the
-    loop's work since its last update is lost, as after a crash.
+    KeyboardInterrupt, which is then raised again, unless it came within `step`. After any other
+    exception nothing is sent: the loop's work since its last update is lost, as after a crash.
 
     The first SIGINT or SIGTERM sets `done`; a second one is handled as before the block. (Signals
     are handled on the main thread only.)

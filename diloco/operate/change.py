@@ -253,6 +253,7 @@ async def _resume_from(config: Config, store: ObjectStore, name: str | None) -> 
             name=who(),
         )
         # First: a tape that has begun with a checkpoint begins with no other one.
+        await checkpoint.check_begun(context, file)
         await checkpoint.check_objects(context, file.records)
         specification = await checkpoint.begin_epoch(context, file)
         context = dataclasses.replace(context, epoch=specification.epoch)

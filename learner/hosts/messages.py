@@ -53,7 +53,7 @@ from diloco.learner.core.carry import Carried
 from diloco.learner.core.formation import HostReport
 from diloco.learner.core.handover import Boundary, CheckpointId
 
-VERSION: Final = 12
+VERSION: Final = 13
 LENGTH: Final = struct.Struct(">I")
 FRAME_BYTES: Final = 64 << 20
 

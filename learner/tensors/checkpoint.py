@@ -568,7 +568,9 @@ def pack(checkpoint: HostCheckpoint) -> shards.Buffers:
     The library would copy all arrays, here and in `unpack`, and hold Python's lock meanwhile: 0.7 s
     for each GiB, in which a training process does nothing and seems to hang.
     """
-    header: dict[str, Any] = {"__metadata__": {"facts": checkpoint.facts.model_dump_json()}}
+    # Without the loss that only snapshots have, so that a release before it reads the others.
+    facts = checkpoint.facts.model_dump_json(exclude_none=True)
+    header: dict[str, Any] = {"__metadata__": {"facts": facts}}
     runs, stop = [], 0
     for key, array in checkpoint.arrays.items():
         start, stop = stop, stop + array.nbytes

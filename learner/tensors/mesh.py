@@ -203,8 +203,8 @@ def param_shardings(
         if not is_floating(leaf):
             wanted = _fsdp(shape, whole, mesh)
         elif task.partition is None:
-            axes = task.hint(own_name(name), shape).norm_axes
-            wanted = _fsdp(shape, {*whole, *range(axes)}, mesh)
+            whole |= {*range(task.hint(own_name(name), shape).norm_axes)}
+            wanted = _fsdp(shape, whole, mesh)
         else:
             wanted = _asked(name, shape, task.partition(own_name(name), shape))
             _check_experts(name, shape, wanted, mesh)

@@ -271,6 +271,7 @@ class World:
         epoch = await checkpoint.next_epoch(actor.bus, actor.store, file)
         await make_streams(actor.bus, self.run_name, self.streams, epoch)
         context = replace(self._context(actor, "resume"), epoch=epoch)
+        await checkpoint.check_begun(context, file)
         await checkpoint.check_objects(context, file.records)
         # Of a command that was interrupted before, the tape may be there, and empty.
         if context.epoch != self.epoch or not self.broker.stream(context.tape).log:

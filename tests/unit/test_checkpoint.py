@@ -218,6 +218,8 @@ def test_a_snapshot_has_unsent_work_beside_what_any_checkpoint_has(tmp_path):
     uploaded = checkpoint.unpack(learner.context.store.get(stored.name))
     assert stored.local_step == 12
     assert (uploaded.facts.unsent, uploaded.facts.loss) == ((), None)
+    # A release that does not know it refuses the field.
+    assert b"loss" not in learner.context.store.get(stored.name)
     assert len(uploaded.facts.leaves) == len(jax.tree.leaves((adam_state(), own)))
 
 

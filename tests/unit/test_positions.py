@@ -41,6 +41,7 @@ async def resumed(lab: Lab, file: wire.CheckpointFile, bus: MemoryBus | None = N
     epoch = await checkpoint.next_epoch(bus, lab.store, file)
     await make_streams(bus, RUN, BusSection(), epoch)
     context = dataclasses.replace(lab.context, bus=bus, epoch=epoch)
+    await checkpoint.check_begun(context, file)
     await checkpoint.check_objects(context, file.records)
     await checkpoint.begin_epoch(context, file)
     await checkpoint.begin_fragments(context, file.records)

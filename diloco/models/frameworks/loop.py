@@ -83,8 +83,8 @@ class TensorLearner:
             DilocoError: another error that ends this learner; or the loop continued after `done`.
         """
         given = dict(self._leaves)
+        after = self._learner.step(given, loss=loss, metrics=metrics, save=save)
         with self._unbroken:
-            after = self._learner.step(given, loss=loss, metrics=metrics, save=save)
             if after is not given:
                 self._settle(after)
 
