@@ -741,7 +741,11 @@ def newest_part(folder: Path) -> CheckpointId | None:
     Reads the header of the newest file alone: whether the arrays are whole is seen when the
     training process reads them.
     """
-    for path in _files_of(folder):
+    files = []
+    # A disk that fails costs its checkpoints, and not the training.
+    with contextlib.suppress(OSError):
+        files = _files_of(folder)
+    for path in files:
         with contextlib.suppress(OSError):
             status = path.stat()
             if (found := _checkpoint_in(path, status.st_mtime_ns, status.st_size)) is not None:

@@ -42,6 +42,10 @@ _PASSING = {
     errno.EIO: "the disk reported an error; see the kernel's log",
     errno.ESTALE: "the network file system lost the folder; mount it again",
     errno.ETIMEDOUT: "the network file system does not answer",
+    errno.ENOTCONN: "the program behind the mount has ended; mount it again",
+    errno.ESHUTDOWN: "the network file system was shut down; mount it again",
+    errno.EHOSTDOWN: "the network file system's server is down",
+    errno.EHOSTUNREACH: "the network file system's server cannot be reached",
     errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
     errno.ENFILE: "the system has too many open files",
 }

@@ -43,8 +43,11 @@ if TYPE_CHECKING:
     from obstore import GetResult
 
 
-# For connecting; between two bytes; and for a request, which may send some gigabytes.
-_TIMEOUTS = {"connect_timeout": "10s", "read_timeout": "30s", "timeout": "1h"}
+# For connecting, and for a request, which may send some gigabytes.
+_TIMEOUTS = {"connect_timeout": "10s", "timeout": "1h"}
+# Of requests that send little: until the answer, and between two bytes of it. It counts from the
+# request's beginning, so that it would end an upload that takes longer.
+_ANSWER = {"read_timeout": "30s"}
 _RETRY: Any = {
     "max_retries": 8,
     "retry_timeout": timedelta(seconds=10),
@@ -90,15 +93,23 @@ def parse(url: str) -> BucketLocation:
     return BucketLocation(url.partition("://")[0], bucket, f"{prefix}/" if prefix else "")
 
 
-def connect(place: BucketLocation) -> S3Store | AzureStore:
+def connect(place: BucketLocation, *, uploads: bool = False) -> S3Store | AzureStore:
     """Returns a client for a bucket; sends no request yet.
+
+    Args:
+        place: the bucket.
+        uploads: whether the client's requests send objects, which take long.
 
     Raises:
         ConfigError: the environment's variables do not describe a usable client.
     """
     options: Any = {
         "prefix": place.prefix.rstrip("/") or None,
-        "client_options": {**_TIMEOUTS, "allow_http": allows_http(HTTP[place.scheme])},
+        "client_options": {
+            **_TIMEOUTS,
+            **({} if uploads else _ANSWER),
+            "allow_http": allows_http(HTTP[place.scheme]),
+        },
         "retry_config": _RETRY,
     }
     try:
@@ -230,7 +241,7 @@ class BucketStore(ObjectStore):
 
     def __init__(self, place: BucketLocation) -> None:
         self._place = place
-        self._client = connect(place)
+        self._client, self._uploads = connect(place), connect(place, uploads=True)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="bucket")
 
     def check_creates_only(self) -> None:
@@ -260,7 +271,7 @@ class BucketStore(ObjectStore):
         with our_errors("store", self._place, name):
             while True:
                 try:
-                    obstore.put(self._client, name, view, mode="create", use_multipart=False)
+                    obstore.put(self._uploads, name, view, mode="create", use_multipart=False)
                 except theirs.AlreadyExistsError:
                     same = self._has(name, view)
                 else:

@@ -43,7 +43,9 @@ TOO_MANY_READERS = 10026
 _STREAM_NOT_FOUND = 10059
 # A cluster without a majority has not decided yet on an earlier attempt to store the message.
 _STILL_IN_PROCESS = 10158
-_NO_ROOM = (10023, 10028, 10047)  # of the server, of the account, of its disk
+_NO_ROOM = (10002, 10023, 10028, 10047)  # of the server, of the account, of its disk
+# The account has no room for a message: its limit is that of the tape, if the tape has none.
+_ACCOUNT_FULL = 10002
 _STREAM_FULL = (10077, "maximum bytes exceeded")
 
 
@@ -89,7 +91,7 @@ def as_bus_error(error: nats.errors.Error, subject: str) -> BusError:
             hint="the server has no JetStream (nats-server -js), or is reading its configuration",
         )
     passing = isinstance(error, ServiceUnavailableError) or (
-        isinstance(error, APIError) and error.err_code == _STILL_IN_PROCESS
+        isinstance(error, APIError) and error.err_code in {_STILL_IN_PROCESS, _ACCOUNT_FULL}
     )
     if isinstance(error, APIError) and not passing:
         if error.err_code == _STREAM_NOT_FOUND:
@@ -103,7 +105,8 @@ def as_bus_error(error: nats.errors.Error, subject: str) -> BusError:
         return BusError(f"{subject!r}: the message is larger than the server takes")
     if isinstance(error, nats.errors.BadSubjectError | nats.errors.BadHeaderError):
         return BusError(text)
-    return BusUnavailableError(text)
+    err_code = error.err_code if isinstance(error, APIError) else None
+    return BusUnavailableError(text, hint=_hint(err_code))
 
 
 def _hint(err_code: int | None) -> str | None:
@@ -396,7 +399,10 @@ class Link:
     def _refusal(self, error: Exception) -> BusError:
         reason = self._problem or error
         text = str(reason) or type(reason).__name__
-        if "authorization" in text.lower() or "authentication" in text.lower():
+        # A server or a client that is slow says nothing of the credentials.
+        late = "authentication timeout" in text.lower()
+        refused = "authorization" in text.lower() or "authentication" in text.lower()
+        if refused and not late:
             return AccessDeniedError(
                 f"NATS at {self._address.shown()} refused {self._address.name!r}: {text}",
                 hint="check the credentials, and that the server knows them: "
