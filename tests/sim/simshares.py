@@ -184,6 +184,8 @@ class Batches:
             self._check_end(word.learner, word.incarnation, word.position)
         elif word.incarnation != self._newest.get(word.learner):
             return  # An aggregator has ended the life: its end says what is lost, and this is void.
+        if word.incarnation < self._claims[word.learner]:
+            return  # An end that came too late is void, and collection goes on meanwhile.
         orderly = word.what == "end" and word.incarnation not in self._expiries
         lost = [(0, 0) if orderly else self._lost(word, at) for at in self._fragments]
         self._injected["work_lost"] += any(least for least, _ in lost)
