@@ -42,6 +42,7 @@ from diloco.common.storage.tape import (
     effective_settings,
     entries,
     last_record,
+    last_word,
     load_specification,
     place_on_tape,
     read_positions,
@@ -137,13 +138,14 @@ async def _mark(context: Context, newest: list[Recorded]) -> Marked:
 
 async def _check_newest(context: Context, named: list[Recorded]) -> None:
     """Raises if a collection that knows nothing of a checkpoint may remove what it names."""
-    # The floor of a collection is at most the older of the two newest versions that are stored.
-    for one in named:
-        newest, _ = await last_record(context, one.record.fragment)
-        if newest.version > one.record.version + 1 and newest.snapshot_version > one.record.version:
+    now = await asyncio.gather(*(last_word(context, one.record.fragment) for one in named))
+    for one, told in zip(named, now, strict=True):
+        newest, version = told.word, one.record.version
+        # The floor of a collection is at most the older of the two newest stored versions.
+        if newest.version > version + 1 and newest.snapshot_version > version:
             raise IntegrityError(
-                f"fragment {one.record.fragment}: version {newest.version} was made before the "
-                f"checkpoint of version {one.record.version} was on the tape",
+                f"fragment {newest.fragment}: version {newest.version} was made before the "
+                f"checkpoint of version {version} was on the tape",
                 hint="make the checkpoint again",
             )
 

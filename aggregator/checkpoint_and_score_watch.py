@@ -45,9 +45,11 @@ class Lookout:
             if error.message != self._told:
                 self._failed(error.message)
             self._told = error.message
-        except Exception:
+        except Exception as error:
             # A bug, or a moment without memory, must not end this process's checks.
-            self.context.logger.exception("check_broke")
+            if repr(error) != self._told:
+                self.context.logger.exception("check_broke")
+            self._told = repr(error)
         else:
             self._told = ""
 

@@ -230,8 +230,9 @@ class Quarantine(Body):
 class Checkpoint(Body):
     """A point from which the run can be resumed.
 
-    The message is published before the checkpoint's objects are stored; from then on garbage
-    collection keeps the view and the outer state of the versions that the message lists.
+    The message is published before the checkpoint's objects are stored; a garbage collection that
+    looks for checkpoints from then on keeps the view and the outer state of the versions that the
+    message lists.
     """
 
     kind: ClassVar[str] = "checkpoint"
